@@ -1,0 +1,1 @@
+"""Read Hugging Face and GGUF checkpoints; write the native one."""

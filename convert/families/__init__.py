@@ -1,0 +1,1 @@
+"""One file per model family: how its configuration and tensor names are read."""

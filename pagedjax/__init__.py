@@ -1,0 +1,1 @@
+"""Fast LLM inference for people who live in JAX."""

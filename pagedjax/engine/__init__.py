@@ -1,0 +1,1 @@
+"""The loop: scheduler decides, runner computes, requests get their tokens."""

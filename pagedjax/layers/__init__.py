@@ -1,0 +1,1 @@
+"""The pieces of a decoder: attention, MLP, norms, rotary embedding."""

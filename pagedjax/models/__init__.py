@@ -1,0 +1,1 @@
+"""What a model is (`arch`) and the one decoder that runs it."""

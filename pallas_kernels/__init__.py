@@ -1,0 +1,1 @@
+"""Pallas kernels for paged attention, usable from any JAX code."""
