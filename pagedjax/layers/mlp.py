@@ -1,0 +1,31 @@
+"""The gated feed-forward block."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from pagedjax.layers.linear import project
+from pagedjax.models.arch import ArchConfig
+
+
+class MLP(nnx.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer, arXiv:2002.05202).
+
+    Gate and up share one weight, so that a step reads `x` once and launches one product.
+    """
+
+    def __init__(self, arch: ArchConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        init = nnx.initializers.normal(0.02)
+        self.gate_up = nnx.Param(
+            init(rngs.params(), (2, arch.mlp, arch.embed), dtype), axes=(None, "mlp", "embed")
+        )
+        self.down = nnx.Param(
+            init(rngs.params(), (arch.embed, arch.mlp), dtype), axes=("embed", "mlp")
+        )
+
+    def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
+        """Apply to each token."""
+        gate_up = project(x, self.gate_up[...])
+        inner = jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
+        return project(inner, self.down[...])

@@ -1,0 +1,25 @@
+"""Root-mean-square normalisation."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+
+class RMSNorm(nnx.Module):
+    """Divide by the root mean square, then scale (Zhang and Sennrich, arXiv:1910.07467).
+
+    The statistics are float32 whatever the activations are.
+    """
+
+    def __init__(self, dim: int, eps: float, *, dtype: jnp.dtype, axis: str | None = None):
+        self.scale = nnx.Param(jnp.ones((dim,), dtype), axes=(axis,))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "... dim"]) -> Float[Array, "... dim"]:
+        """Normalise the last axis."""
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        normed = (wide * jax.lax.rsqrt(mean_square + self.eps)).astype(x.dtype)
+        scale = self.scale[...]
+        return normed * scale.reshape((1,) * (x.ndim - 1) + scale.shape)
