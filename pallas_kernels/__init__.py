@@ -1,1 +1,10 @@
-"""Pallas kernels for paged attention, usable from any JAX code."""
+"""Paged attention over a pooled KV cache, for any JAX code: Pallas kernels and plain XLA."""
+
+from pallas_kernels.api import (
+    Implementation,
+    paged_decode_attention,
+    paged_prefill_attention,
+    write_kv,
+)
+
+__all__ = ["Implementation", "paged_decode_attention", "paged_prefill_attention", "write_kv"]

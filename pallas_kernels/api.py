@@ -1,0 +1,328 @@
+"""The public operations: semantics, argument checks, and the choice of an implementation.
+
+Shapes are written with these names: `tokens` new tokens of a step, `seqs` rows of the block
+table, `blocks` blocks of the pool, `max_blocks` width of the block table. The pool of one layer is
+`[blocks, 2, kv_heads, block_size, head_dim]`: index 0 of axis 1 holds keys, index 1 values. Block 0
+is the null block: padding is written there and no sequence ever owns it. A slot is
+`block * block_size + offset`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import reference, xla
+
+Implementation = Literal["mosaic", "triton", "xla", "reference"]
+
+QUERY_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+QUANTIZED_DTYPES = (jnp.float8_e4m3fn, jnp.int8)
+
+_Op = Callable[..., Any]
+
+
+def _decode(name: str) -> _Op:
+    return {
+        "xla": xla.paged_decode_attention,
+        "reference": reference.paged_decode_attention,
+    }[name]
+
+
+def _prefill(name: str) -> _Op:
+    return {
+        "xla": xla.paged_prefill_attention,
+        "reference": reference.paged_prefill_attention,
+    }[name]
+
+
+DECODE_IMPLEMENTATIONS: tuple[Implementation, ...] = ("xla", "reference")
+PREFILL_IMPLEMENTATIONS: tuple[Implementation, ...] = ("xla", "reference")
+WRITE_IMPLEMENTATIONS: tuple[Implementation, ...] = ("xla", "reference")
+
+
+def write_kv(
+    kv_pool: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    kv_scales: jax.Array | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Write the keys and values of new tokens into their slots of the pool.
+
+    In place when the caller donates `kv_pool` to the jitted function around it. Real slots must be
+    distinct; any number of padding tokens may share slot 0, whose content is never read.
+
+    Args:
+        kv_pool: `[blocks, 2, kv_heads, block_size, head_dim]`.
+        k: `[tokens, kv_heads, head_dim]`, rotated; the pool's dtype unless the pool is quantized.
+        v: like `k`.
+        slot_mapping: int32 `[tokens]`, slots in `0 .. blocks * block_size - 1`; 0 for padding.
+        kv_scales: float32 `[2, kv_heads]`, required for (and only for) an fp8 or int8 pool: the
+            pool holds `k / kv_scales[0]` and `v / kv_scales[1]`, clamped to the dtype's range.
+        implementation: None for the default.
+
+    Returns:
+        The updated pool.
+
+    Raises:
+        ValueError: a shape or dtype does not fit; the text names got and wanted.
+    """
+    _check_pool(kv_pool)
+    blocks, _, kv_heads, block_size, head_dim = kv_pool.shape
+    tokens = k.shape[0] if k.ndim else 0
+    for name, x in (("k", k), ("v", v)):
+        _check_shape(name, x, (tokens, kv_heads, head_dim), "[tokens, kv_heads, head_dim]")
+    _check_shape("slot_mapping", slot_mapping, (tokens,), "[tokens]")
+    _check_int32("slot_mapping", slot_mapping)
+    _check_scales(kv_pool, kv_scales)
+    if k.dtype != v.dtype:
+        raise ValueError(f"k and v must have one dtype, got {k.dtype} and {v.dtype}")
+    if kv_pool.dtype not in QUANTIZED_DTYPES and k.dtype != kv_pool.dtype:
+        raise ValueError(f"k and v must have the pool's dtype {kv_pool.dtype}, got {k.dtype}")
+    if blocks * block_size > 2**31:
+        raise ValueError(f"slots are int32, got a pool of {blocks=} times {block_size=}")
+    table = {"xla": xla.write_kv, "reference": reference.write_kv}
+    return _first_that_can(
+        table.__getitem__,
+        WRITE_IMPLEMENTATIONS,
+        implementation,
+        kv_pool,
+        k,
+        v,
+        slot_mapping,
+        kv_scales,
+    )
+
+
+def paged_decode_attention(
+    q: jax.Array,
+    kv_pool: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    kv_scales: jax.Array | None = None,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+) -> Any:
+    """Attention of one new token per sequence over that sequence's cached keys and values.
+
+    The new token is the last of the `seq_lens[s]` positions; its own key and value are in the cache
+    already. Scores and softmax are float32. Whatever lies in unused slots, NaN included, never
+    reaches the output, and table entries past the last used block are never followed.
+
+    Args:
+        q: `[seqs, q_heads, head_dim]`, float32, bfloat16 or float16; `q_heads` is a multiple of
+            `kv_heads`, and query head `h` reads key/value head `h // (q_heads / kv_heads)`.
+        kv_pool: `[blocks, 2, kv_heads, block_size, head_dim]`, q's dtype, float8_e4m3fn or int8.
+        block_tables: int32 `[seqs, max_blocks]`, the blocks of each sequence in order.
+        seq_lens: int32 `[seqs]`, at most `max_blocks * block_size`; 0 marks a padding row, whose
+            output is exactly 0 (and whose lse is -inf).
+        scale: factor on the scores; `head_dim ** -0.5` if None.
+        window: a query sees only the latest `window` positions, itself included; all if None.
+        soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`, before masking.
+        sinks: float32 `[q_heads]`, a logit per head that takes part in the softmax's denominator
+            and has no value (arXiv:2309.17453).
+        kv_scales: float32 `[2, kv_heads]`, required for (and only for) a quantized pool: keys are
+            `pool * kv_scales[0]`, values `pool * kv_scales[1]`.
+        return_lse: also return the logarithm of the softmax's denominator (sink included).
+        implementation: None takes the first of the platform's list that supports the case; a named
+            one is used or fails.
+
+    Returns:
+        `[seqs, q_heads, head_dim]` in q's dtype; with `return_lse` a pair of it and the natural
+        log-sum-exp, float32 `[seqs, q_heads]`.
+
+    Raises:
+        ValueError: a shape, dtype or option does not fit; the text names got and wanted.
+        NotImplementedError: the named implementation does not support the case.
+    """
+    _check_attention(q, kv_pool, block_tables, seq_lens, "seqs", window, soft_cap, sinks, kv_scales)
+    _check_shape("q", q, (seq_lens.shape[0], *q.shape[1:]), "[seqs, q_heads, head_dim]")
+    return _first_that_can(
+        _decode, DECODE_IMPLEMENTATIONS, implementation, q, kv_pool, block_tables, seq_lens,
+        scale=_scale_or_default(scale, q), window=window, soft_cap=soft_cap, sinks=sinks,
+        kv_scales=kv_scales, return_lse=return_lse,
+    )  # fmt: skip
+
+
+def paged_prefill_attention(
+    q: jax.Array,
+    kv_pool: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_start: jax.Array,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    kv_scales: jax.Array | None = None,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+) -> Any:
+    """Causal attention of many sequences' new tokens, in one flat array, over their caches.
+
+    Sequence `s` owns the rows `query_start[s] : query_start[s + 1]` of `q`: they are the last of
+    its `seq_lens[s]` positions, and their own keys and values are in the cache already. Whole
+    prompts, chunks, prefix hits and single decoded tokens differ only in how many rows they own.
+
+    Args:
+        q: `[tokens, q_heads, head_dim]`. Rows at or past `query_start[-1]` are padding: output 0.
+        query_start: int32 `[seqs + 1]`, never decreasing, from 0 to at most `tokens`.
+        kv_pool: see `paged_decode_attention`, as for all arguments not named here.
+        block_tables: int32 `[seqs, max_blocks]`.
+        seq_lens: int32 `[seqs]`, cached positions with the new tokens counted; at least the rows
+            that the sequence owns, or 0 for padding, whose rows' output is 0.
+        scale: as there.
+        window: as there.
+        soft_cap: as there.
+        sinks: as there.
+        kv_scales: as there.
+        return_lse: as there.
+        implementation: as there.
+
+    Returns:
+        `[tokens, q_heads, head_dim]` in q's dtype; with `return_lse` a pair of it and the natural
+        log-sum-exp, float32 `[tokens, q_heads]`.
+
+    Raises:
+        ValueError: a shape, dtype or option does not fit; the text names got and wanted.
+        NotImplementedError: the named implementation does not support the case.
+    """
+    _check_attention(
+        q, kv_pool, block_tables, seq_lens, "tokens", window, soft_cap, sinks, kv_scales
+    )
+    _check_shape("query_start", query_start, (seq_lens.shape[0] + 1,), "[seqs + 1]")
+    _check_int32("query_start", query_start)
+    return _first_that_can(
+        _prefill, PREFILL_IMPLEMENTATIONS, implementation,
+        q, kv_pool, block_tables, seq_lens, query_start,
+        scale=_scale_or_default(scale, q), window=window, soft_cap=soft_cap, sinks=sinks,
+        kv_scales=kv_scales, return_lse=return_lse,
+    )  # fmt: skip
+
+
+def _first_that_can(
+    lookup: Callable[[str], _Op],
+    supported: Sequence[Implementation],
+    implementation: Implementation | None,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """Run the named implementation, or the first default one that does not decline."""
+    if implementation is not None:
+        if implementation not in supported:
+            raise ValueError(f"{implementation=} is not one of {', '.join(supported)}")
+        return lookup(implementation)(*args, **options)
+    refusals: list[str] = []
+    for name in supported:
+        if name not in _platform_implementations():
+            continue
+        try:
+            return lookup(name)(*args, **options)
+        except NotImplementedError as error:
+            refusals.append(f"{name}: {error}")
+    raise NotImplementedError("no implementation supports the case; " + "; ".join(refusals))
+
+
+def _platform_implementations() -> tuple[Implementation, ...]:
+    """Implementations worth trying on the default device, in any order."""
+    if jax.default_backend() != "gpu":
+        return ("xla",)
+    capability = float(getattr(jax.devices()[0], "compute_capability", "0.0"))
+    return ("mosaic", "triton", "xla") if capability >= 9.0 else ("triton", "xla")
+
+
+def _scale_or_default(scale: float | None, q: jax.Array) -> float:
+    return float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
+
+
+def _check_attention(
+    q: jax.Array,
+    kv_pool: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    rows: str,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+    kv_scales: jax.Array | None,
+) -> None:
+    _check_pool(kv_pool)
+    kv_heads, head_dim = kv_pool.shape[2], kv_pool.shape[4]
+    if q.ndim != 3 or q.shape[2] != head_dim:
+        raise ValueError(f"q must be [{rows}, q_heads, {head_dim}] for this pool, got {q.shape}")
+    if q.dtype not in QUERY_DTYPES:
+        raise ValueError(f"q must be float32, bfloat16 or float16, got {q.dtype}")
+    if q.shape[1] < 1 or q.shape[1] % kv_heads:
+        raise ValueError(f"q must have a multiple of {kv_heads=} heads, got {q.shape[1]}")
+    if kv_pool.dtype not in (q.dtype, *QUANTIZED_DTYPES):
+        raise ValueError(
+            f"kv_pool must be {q.dtype} like q, float8_e4m3fn or int8, got {kv_pool.dtype}"
+        )
+    if block_tables.ndim != 2 or block_tables.shape[1] < 1:
+        raise ValueError(
+            f"block_tables must be [seqs, max_blocks] with at least one block, "
+            f"got {block_tables.shape}"
+        )
+    _check_shape("seq_lens", seq_lens, (block_tables.shape[0],), "[seqs]")
+    _check_int32("block_tables", block_tables)
+    _check_int32("seq_lens", seq_lens)
+    _check_scales(kv_pool, kv_scales)
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 (the query itself), got {window}")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap must be positive, got {soft_cap}")
+    if sinks is not None:
+        _check_shape("sinks", sinks, (q.shape[1],), "[q_heads]")
+        _check_float32("sinks", sinks)
+
+
+def _check_pool(kv_pool: jax.Array) -> None:
+    if kv_pool.ndim != 5 or kv_pool.shape[1] != 2 or 0 in kv_pool.shape:
+        raise ValueError(
+            f"kv_pool must be [blocks, 2, kv_heads, block_size, head_dim], got {kv_pool.shape}"
+        )
+    if kv_pool.dtype not in (*QUERY_DTYPES, *QUANTIZED_DTYPES):
+        raise ValueError(
+            "kv_pool must be float32, bfloat16, float16, float8_e4m3fn or int8, "
+            f"got {kv_pool.dtype}"
+        )
+
+
+def _check_scales(kv_pool: jax.Array, kv_scales: jax.Array | None) -> None:
+    quantized = kv_pool.dtype in QUANTIZED_DTYPES
+    wanted = (2, kv_pool.shape[2])
+    if quantized and kv_scales is None:
+        raise ValueError(f"a pool of {kv_pool.dtype} needs kv_scales of shape {wanted}, got None")
+    if kv_scales is None:
+        return
+    if not quantized:
+        raise ValueError(f"kv_scales must be None for a pool of {kv_pool.dtype}, got an array")
+    _check_shape("kv_scales", kv_scales, wanted, "[2, kv_heads]")
+    _check_float32("kv_scales", kv_scales)
+
+
+def _check_shape(name: str, x: jax.Array, wanted: tuple[int, ...], dims: str) -> None:
+    if x.shape != wanted:
+        raise ValueError(f"{name} must be {dims} = {wanted}, got {x.shape}")
+
+
+def _check_int32(name: str, x: jax.Array) -> None:
+    if x.dtype != jnp.int32:
+        raise ValueError(f"{name} must be int32, got {x.dtype}")
+
+
+def _check_float32(name: str, x: jax.Array) -> None:
+    if x.dtype != jnp.float32:
+        raise ValueError(f"{name} must be float32, got {x.dtype}")
