@@ -1,0 +1,252 @@
+"""Text to tokens and back: a checkpoint's tokenizer, its chat template, and streamed text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from pagedjax.sampling_params import SamplingParams
+
+Message = Mapping[str, Any]
+_REPLACEMENT = "\ufffd"
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer, read from its local directory by transformers.
+
+    `tokenizer.json` is taken as it stands; a checkpoint without one goes through transformers'
+    own reading of the older files. No model hub is contacted.
+
+    Raises:
+        ValueError: `path` is no directory, or holds no usable tokenizer.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        directory = Path(path)
+        if not directory.is_dir():
+            raise ValueError(f"wanted a directory with a tokenizer, got {str(path)!r}")
+        # Imported here: it takes a good second, which `pagedjax --help` need not wait for.
+        try:
+            if (directory / "tokenizer.json").exists():
+                from transformers import PreTrainedTokenizerFast as loader
+
+                # A cut-off file makes `tokenizers` raise a bare Exception, json a ValueError.
+                json.loads((directory / "tokenizer.json").read_bytes())
+            else:
+                from transformers import AutoTokenizer as loader
+            self._tokenizer: Any = loader.from_pretrained(str(directory), local_files_only=True)
+            self._backend = self._tokenizer.backend_tokenizer
+        except (OSError, ValueError, KeyError, AttributeError, ImportError) as error:
+            raise ValueError(f"{str(path)!r} holds no tokenizer to read: {error}") from error
+        # Either may be switched on in tokenizer.json and would silently change a prompt.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that it knows, added tokens included; the model's table may be larger."""
+        return len(self._tokenizer)
+
+    @property
+    def eos_id(self) -> int | None:
+        """The tokenizer's own end-of-text id; the checkpoint may name more."""
+        return self._tokenizer.eos_token_id
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with the tokens that the checkpoint puts around a text (BOS).
+
+        Args:
+            text: any text; the names of control tokens in it become those tokens.
+            add_special_tokens: False for text that has them already, as a rendered template has.
+
+        Raises:
+            ValueError: `text` is not a string of whole characters (a lone surrogate is not).
+        """
+        if not isinstance(text, str):
+            raise ValueError(f"a prompt's text must be a string, got {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"half a surrogate pair cannot be encoded: {error}") from None
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; ids outside the vocabulary stand for the empty text.
+
+        A model's output table may be padded beyond the vocabulary, so such ids can be sampled.
+        Bytes that form no character become U+FFFD. Spaces are not tidied up.
+        """
+        known = [token for token in token_ids if 0 <= token < 2**32]
+        return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        """The conversation as the model reads it, up to where the assistant begins to speak.
+
+        Args:
+            messages: mappings with `role` and `content`, oldest first.
+
+        Raises:
+            ValueError: a message is malformed, the checkpoint has no chat template, or the
+                template refuses the conversation.
+        """
+        if self._tokenizer.chat_template is None:
+            raise ValueError("this checkpoint has no chat template; use generate with plain text")
+        import jinja2
+
+        for message in _checked_messages(messages):
+            if not isinstance(message.get("role"), str) or "content" not in message:
+                raise ValueError(f"a message needs role and content, got {message!r}")
+        try:
+            return self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template refuses this conversation: {error}") from error
+
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of `render_chat(messages)`; BOS is there only if the template writes it."""
+        return self.encode(self.render_chat(messages), add_special_tokens=False)
+
+
+def _checked_messages(messages: Any) -> Sequence[Message]:
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+    if not is_list or not messages or not all(isinstance(m, Mapping) for m in messages):
+        raise ValueError(f"a conversation is a list of messages, at least one; got {messages!r}")
+    return messages
+
+
+class Decoder(Protocol):
+    """What `TextStream` needs of a tokenizer."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of `token_ids`."""
+        ...
+
+
+class TextStream:
+    """Turns one completion's tokens into text as they come, and watches for stop strings.
+
+    The pieces add up to `decode` of all tokens, cut at the stop string. Two things are held back
+    until later tokens decide them: the end of the text while it decodes to U+FFFD (a character
+    whose bytes have not all come; dropped if they never do), and, unless the stop string is to
+    be kept, the longest end of the text that a stop string could begin with.
+
+    The stop string that is complete first ends the text, and of those complete at the same
+    character the longest: the result does not depend on how the text is cut into tokens.
+
+    A token that itself ends the text (end of text, a stop token) is pushed only if its text is
+    wanted (`include_stop_str_in_output`); otherwise go straight to `flush`.
+
+    Args:
+        tokenizer: decodes the tokens.
+        stop: strings that end the text, none empty.
+        include_stop_str_in_output: keep the stop string in the text.
+        skip_special_tokens: leave control tokens out of the text.
+        min_tokens: a stop string that is complete before this many tokens is ordinary text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Decoder,
+        *,
+        stop: Sequence[str] = (),
+        include_stop_str_in_output: bool = False,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        self.num_tokens = 0  # pushed so far, the one that completed a stop string included
+        self.stopped_by: str | None = None
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._keep_stop = include_stop_str_in_output
+        self._skip_special = skip_special_tokens
+        self._min_tokens = min_tokens
+        # Window of tokens that is decoded again with each new one: the last complete piece of
+        # text, which gives the context (some decoders treat the first token differently), and
+        # what follows it. `_sent` characters of the window's text have been passed on.
+        self._window: list[int] = []
+        self._context = 0  # tokens of the window that belong to the complete piece
+        self._sent = 0
+        self._tail = ""  # longest end of the text that could begin a stop string
+
+    @classmethod
+    def for_params(cls, tokenizer: Decoder, params: SamplingParams) -> TextStream:
+        """The stream that a request with these `params` needs."""
+        return cls(
+            tokenizer,
+            stop=params.stop,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+        )
+
+    def push(self, token_ids: Sequence[int]) -> tuple[str, str | None]:
+        """Add tokens; returns the text they release and the stop string they completed, if any.
+
+        Tokens after the one that completes a stop string are ignored; `num_tokens` tells how
+        many were taken.
+
+        Raises:
+            ValueError: a stop string has already ended this text.
+        """
+        if self.stopped_by is not None:
+            raise ValueError(f"the text has already been ended by {self.stopped_by!r}")
+        released = []
+        for token in token_ids:
+            self.num_tokens += 1
+            released.append(self._match(self._detokenize(token)))
+            if self.stopped_by is not None:
+                break
+        return "".join(released), self.stopped_by
+
+    def flush(self) -> str:
+        """The text still held back because it could have begun a stop string; call it last."""
+        held, self._tail = self._tail, ""
+        return "" if self._keep_stop or self.stopped_by is not None else held
+
+    def _detokenize(self, token: int) -> str:
+        """The text that is certain now that `token` has come."""
+        self._window.append(token)
+        text = self._decode(self._window)
+        certain = text.rstrip(_REPLACEMENT)
+        new = certain[self._sent :]
+        if new and len(certain) == len(text):  # a complete piece: the next window starts here
+            self._window = self._window[self._context :]
+            self._context = len(self._window)
+            self._sent = len(self._decode(self._window))
+        else:
+            self._sent = max(self._sent, len(certain))
+        return new
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special)
+
+    def _match(self, new: str) -> str:
+        """What may be passed on once `new` is added to the text; sets `stopped_by`."""
+        if not self._stop:
+            return new
+        text = self._tail + new
+        if self.num_tokens >= self._min_tokens:
+            matches = []
+            for stop in self._stop:
+                # One that was complete in the tail already came before min_tokens.
+                start = text.find(stop, max(0, len(self._tail) + 1 - len(stop)))
+                if start >= 0:
+                    matches.append((start + len(stop), start, stop))
+            if matches:
+                end, start, self.stopped_by = min(matches)
+                return text[len(self._tail) : end] if self._keep_stop else text[:start]
+        old_tail, self._tail = self._tail, self._stop_prefix(text)
+        return text[len(old_tail) :] if self._keep_stop else text[: len(text) - len(self._tail)]
+
+    def _stop_prefix(self, text: str) -> str:
+        """The longest end of `text` that is the beginning, but not the whole, of a stop string."""
+        longest = max(map(len, self._stop)) - 1
+        for start in range(max(0, len(text) - longest), len(text)):
+            end = text[start:]
+            if any(len(stop) > len(end) and stop.startswith(end) for stop in self._stop):
+                return end
+        return ""
