@@ -1,0 +1,67 @@
+"""Sizes and budgets of the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BLOCK_SIZES = (16, 32, 64, 128)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Sizes and budgets; checks itself.
+
+    Attributes:
+        num_blocks: KV blocks in the pool, the null block 0 included.
+        max_model_len: longest sequence of the model in tokens, prompt and output together.
+        block_size: tokens per block: 16, 32, 64 or 128.
+        max_num_seqs: most running sequences, most sequences of a step and most sample rows of
+            a step.
+        max_num_batched_tokens: most tokens computed in one step.
+        max_prefill_chunk: most tokens of one sequence in one step; None for no limit but the
+            step's. Smaller chunks let the decodes of a mixed step finish sooner.
+
+    Raises:
+        ValueError: a size is out of range.
+    """
+
+    num_blocks: int
+    max_model_len: int
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_prefill_chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {self.block_size}")
+        if self.num_blocks < 2:
+            raise ValueError(
+                f"num_blocks must be at least 2 (the null block and one more), "
+                f"got {self.num_blocks}"
+            )
+        if self.max_model_len < 2:
+            raise ValueError(
+                f"max_model_len must be at least 2 (one prompt token and one output token), "
+                f"got {self.max_model_len}"
+            )
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_prefill_chunk is not None and self.max_prefill_chunk < 1:
+            raise ValueError(f"max_prefill_chunk must be at least 1, got {self.max_prefill_chunk}")
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that the pool can hold."""
+        return (self.num_blocks - 1) * self.block_size
+
+    @property
+    def max_seq_len(self) -> int:
+        """Longest sequence that model and pool both allow, prompt and output together."""
+        return min(self.max_model_len, self.pool_tokens)
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """Columns of a block table."""
+        return -(-self.max_seq_len // self.block_size)

@@ -1,0 +1,67 @@
+"""What a caller asks for: a prompt, when to stop, and how an answer can end."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass, field
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended.
+
+    STOP: a stop token was sampled, or the engine found a stop string.
+    LENGTH: `max_tokens` or the longest sequence that model and pool allow was reached.
+    ABORT: the caller gave up.
+    """
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRules:
+    """When a sequence ends.
+
+    Attributes:
+        max_tokens: most tokens to generate, at least 1.
+        min_tokens: a stop token ends the sequence only when at least this many generated tokens
+            come before it.
+        stop_token_ids: ids that end the sequence; the end-of-sequence ids are among them unless
+            the caller ignores those. The stop token is the last of the generated tokens.
+
+    Raises:
+        ValueError: a count is out of range.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise ValueError(
+                f"min_tokens must be between 0 and max_tokens ({self.max_tokens}), "
+                f"got {self.min_tokens}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt to be continued. Requests are served in the order in which they are added.
+
+    Attributes:
+        request_id: the caller's name for it, unique among the live requests.
+        prompt_token_ids: at least one token id; not changed after the request was added.
+        stop: when to end.
+        prompt_logprobs: whether logits are wanted at every prompt position, so that each prompt
+            token takes one sample row of the step that computes it.
+    """
+
+    request_id: str
+    prompt_token_ids: AbstractSequence[int] = field(repr=False)
+    stop: StopRules
+    prompt_logprobs: bool = False

@@ -1,0 +1,280 @@
+"""Decides what every step computes, and takes in what came of it."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from scheduler.block_manager import BlockManager
+from scheduler.config import SchedulerConfig
+from scheduler.plan import Int32, SeqUpdate, StepPlan
+from scheduler.request import FinishReason, Request
+from scheduler.sequence import Sequence, Status
+from scheduler.step_builder import StepBuilder
+
+MAX_PLANS_IN_FLIGHT = 2
+
+
+class Scheduler:
+    """First come, first served continuous batching over a pool of KV blocks.
+
+    The caller alternates `schedule` and `update`. It may run one plan ahead of the results:
+
+        plan1 = schedule(); dispatch(plan1)
+        plan2 = schedule(); dispatch(plan2); update(plan1, tokens1)
+        plan3 = schedule(); dispatch(plan3); update(plan2, tokens2) ...
+
+    A plan counts as computed as soon as it is handed out, which is right because the device
+    computes plans in that order. What a later plan needs of an earlier one it finds in the cache,
+    or, for the newest token, in a sample row of the plan before it (`ScheduledSeq.feed_row`).
+    Blocks that were given up may therefore be handed out again at once: whoever writes them next
+    does so in a later plan.
+
+    Order: the running sequences are always the oldest ones. Each step serves them in order of
+    arrival and then admits waiting ones, oldest first, until a budget is used up. When a running
+    sequence needs a block and none is free, the youngest running one loses its blocks and goes
+    back to the front of the queue, later to compute its prompt and outputs again. The oldest
+    never stands back for another, and alone it fits (`max_seq_len`), so it always finishes.
+
+    Against sequences that come and go without progress: a sequence is admitted only when the
+    blocks of *all* the tokens it has are free, and gets them at once, so that it cannot run out in
+    the middle of its prompt; one percent of the pool stays free for the growth of those that
+    already run; and nothing is admitted in a step that preempted.
+
+    Args:
+        config: sizes and budgets.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self._blocks = BlockManager(config)
+        self._watermark = config.num_blocks // 100
+        self._next_seq_id = 0
+        self._live: dict[int, Sequence] = {}
+        self._by_request_id: dict[str, Sequence] = {}
+        self._running: list[Sequence] = []
+        self._waiting: deque[Sequence] = deque()
+        self._in_flight: deque[StepPlan] = deque()
+        self._num_preemptions = 0
+
+    @property
+    def max_seq_len(self) -> int:
+        """Longest sequence served, in tokens, prompt and output together."""
+        return self.config.max_seq_len
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that own blocks."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait to be admitted, preempted ones among them."""
+        return len(self._waiting)
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that belong to a sequence."""
+        return self._blocks.pool.num_used
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that could be handed out."""
+        return self._blocks.pool.num_free
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a sequence has lost its blocks so far."""
+        return self._num_preemptions
+
+    def has_unfinished(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._live)
+
+    def add(self, request: Request) -> int:
+        """Queue a request.
+
+        Returns:
+            The `seq_id` of its sequence.
+
+        Raises:
+            ValueError: a live request has the same id; the prompt is empty, holds something other
+                than int32 token ids, or leaves no room for an output token.
+        """
+        request_id = request.request_id
+        if request_id in self._by_request_id:
+            raise ValueError(f"request {request_id!r} is still being served: ids must be unique")
+        prompt = self._checked_prompt(request)
+        seq = Sequence(request, prompt, self._next_seq_id, self.max_seq_len)
+        self._next_seq_id += 1
+        self._live[seq.seq_id] = self._by_request_id[request_id] = seq
+        self._waiting.append(seq)
+        return seq.seq_id
+
+    def abort(self, request_id: str) -> SeqUpdate | None:
+        """End a request on the caller's wish; `finish` with the reason ABORT."""
+        return self.finish(request_id, FinishReason.ABORT)
+
+    def finish(self, request_id: str, reason: FinishReason) -> SeqUpdate | None:
+        """End a request now; tokens still in flight are thrown away.
+
+        Returns:
+            The last update of the request, without tokens; None if no such request is live.
+        """
+        seq = self._by_request_id.get(request_id)
+        if seq is None:
+            return None
+        self._end(seq)
+        return SeqUpdate(seq.seq_id, request_id, [], reason)
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step.
+
+        Returns:
+            The plan, to be dispatched before anything else is called; None when there is nothing
+            to compute before the next `update` or `add`.
+
+        Raises:
+            RuntimeError: two plans are in flight already.
+        """
+        if len(self._in_flight) >= MAX_PLANS_IN_FLIGHT:
+            raise RuntimeError(f"{MAX_PLANS_IN_FLIGHT} plans are in flight: update one first")
+        step = StepBuilder(self.config)
+        preempted = self._schedule_running(step)
+        if not preempted:
+            self._admit_waiting(step)
+        plan = step.build(self._blocks, preempted)
+        if plan is not None:
+            self._in_flight.append(plan)
+            self._drain(step.ending)
+        return plan
+
+    def update(self, plan: StepPlan, token_ids: Int32) -> list[SeqUpdate]:
+        """Take in the tokens that a plan has sampled.
+
+        Args:
+            plan: the oldest plan in flight.
+            token_ids: int32[plan.num_samples].
+
+        Returns:
+            One entry for each sequence of the plan that has a new token and had not ended.
+
+        Raises:
+            ValueError: another plan has to come first, or the number of tokens is wrong.
+        """
+        if not self._in_flight or self._in_flight[0] is not plan:
+            raise ValueError("plans are updated once each, in the order in which they were made")
+        if token_ids.shape != (plan.num_samples,):
+            raise ValueError(f"got tokens of shape {token_ids.shape}, want ({plan.num_samples},)")
+        self._in_flight.popleft()
+        tokens: list[int] = token_ids.tolist()
+        updates: list[SeqUpdate] = []
+        for planned in plan.seqs:
+            seq = self._live.get(planned.seq_id)
+            if seq is None or planned.sample_row < 0:
+                continue
+            token = tokens[planned.sample_row]
+            seq.append(token)
+            stop = seq.request.stop
+            if token in stop.stop_token_ids and len(seq.outputs) > stop.min_tokens:
+                updates.append(
+                    SeqUpdate(seq.seq_id, planned.request_id, [token], FinishReason.STOP, token)
+                )
+                self._end(seq)
+            elif seq.num_known >= seq.limit:
+                updates.append(
+                    SeqUpdate(seq.seq_id, planned.request_id, [token], FinishReason.LENGTH)
+                )
+                self._end(seq)
+            else:
+                updates.append(SeqUpdate(seq.seq_id, planned.request_id, [token]))
+        return updates
+
+    def _schedule_running(self, step: StepBuilder) -> list[Sequence]:
+        """Plan the running sequences, oldest first; return those preempted for want of blocks."""
+        preempted: list[Sequence] = []
+        running = self._running
+        index = 0
+        while index < len(running):
+            seq = running[index]
+            count = step.chunk(seq)
+            if not count:
+                break
+            end = seq.num_computed + count
+            if end <= seq.capacity or self._blocks.grow(seq, end):
+                step.add(seq, count)
+                index += 1
+            else:  # the youngest has not been planned in this step: `running` ends with it
+                preempted.append(self._preempt_youngest())
+        return preempted
+
+    def _admit_waiting(self, step: StepBuilder) -> None:
+        while self._waiting and self._blocks.num_free_rows:
+            seq = self._waiting[0]
+            if not step.chunk(seq):
+                break
+            if not self._blocks.admit(seq, keep_free=self._watermark if self._running else 0):
+                break
+            self._waiting.popleft()
+            seq.status = Status.RUNNING
+            self._running.append(seq)
+            step.add(seq, step.chunk(seq))
+
+    def _preempt_youngest(self) -> Sequence:
+        seq = self._running.pop()
+        self._blocks.free(seq)
+        seq.num_computed = 0
+        seq.status = Status.WAITING
+        self._waiting.appendleft(seq)  # older than all that wait, younger than all that run
+        self._num_preemptions += 1
+        return seq
+
+    def _drain(self, seqs: list[Sequence]) -> None:
+        """Free the blocks of sequences that have planned all they need, for the next plan."""
+        for seq in seqs:
+            self._blocks.free(seq)
+            self._running.remove(seq)
+            seq.status = Status.DRAINING
+
+    def _end(self, seq: Sequence) -> None:
+        if seq.status is Status.RUNNING:
+            self._running.remove(seq)
+        elif seq.status is Status.WAITING:
+            self._waiting.remove(seq)
+        self._blocks.free(seq)
+        seq.status = Status.FINISHED
+        del self._live[seq.seq_id]
+        del self._by_request_id[seq.request.request_id]
+
+    def _checked_prompt(self, request: Request) -> Int32:
+        prompt = np.asarray(request.prompt_token_ids)
+        if prompt.ndim != 1 or not prompt.size:
+            raise ValueError(
+                f"request {request.request_id!r}: a prompt is a flat list of at least one token, "
+                f"got shape {prompt.shape}"
+            )
+        if prompt.dtype.kind not in "iu":
+            raise ValueError(
+                f"request {request.request_id!r}: token ids are integers, got {prompt.dtype}"
+            )
+        top = np.iinfo(np.int32).max
+        if prompt.min() < 0 or prompt.max() > top:
+            raise ValueError(
+                f"request {request.request_id!r}: token ids are from 0 to {top}, got "
+                f"{prompt.min()} to {prompt.max()}"
+            )
+        if prompt.size >= self.max_seq_len:
+            config = self.config
+            which = (
+                f"the model's limit of {config.max_model_len} tokens"
+                if config.max_model_len <= config.pool_tokens
+                else f"the KV pool of {config.num_blocks - 1} blocks of {config.block_size} tokens"
+            )
+            raise ValueError(
+                f"request {request.request_id!r}: the prompt has {prompt.size} tokens, at most "
+                f"{self.max_seq_len - 1} leave room for an output token in {which}"
+            )
+        prompt = prompt.astype(np.int32)
+        prompt.flags.writeable = False
+        return prompt

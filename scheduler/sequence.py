@@ -1,0 +1,121 @@
+"""The scheduler's own state of one request."""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+
+from scheduler.plan import Int32
+from scheduler.request import Request
+
+NO_ROW = -1
+
+
+class Status(enum.Enum):
+    """Where a sequence stands.
+
+    WAITING: owns no blocks; new, or preempted.
+    RUNNING: owns blocks and a row of the block table.
+    DRAINING: everything it needs is planned; it owns nothing and only awaits its last token.
+    FINISHED: no longer known to the scheduler.
+    """
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    DRAINING = "draining"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """Tokens of one request and how far they have been computed.
+
+    There are no prefill and decode phases: `num_computed` catches up with the tokens that the
+    sequence has. Positions `0 .. num_known` hold tokens that the host knows, the `num_pending`
+    positions after them hold tokens that have been sampled, or will have been when the plans in
+    flight are done, but were not read yet:
+
+        | prompt | outputs |  pending  |
+        0                num_known   num_tokens
+        |   num_computed ...   |
+
+    Attributes:
+        request: what was asked for.
+        seq_id: identity, increasing in order of arrival.
+        prompt: int32[prompt_len], read-only.
+        outputs: generated tokens that are known.
+        limit: most tokens it may have, prompt included.
+        num_known: prompt and output tokens that are known.
+        num_pending: tokens sampled but not read.
+        pending_row: sample row of the newest pending token in its plan.
+        num_computed: tokens whose keys and values are in the cache once all plans are done.
+        score_from: first prompt position whose sample row is still to be planned; the prompt's
+            length if nobody asked for prompt logprobs.
+        status: where it stands.
+        blocks: its KV blocks in order.
+        capacity: tokens that these blocks hold.
+        row: its row of the block table.
+    """
+
+    __slots__ = (
+        "blocks",
+        "capacity",
+        "limit",
+        "num_computed",
+        "num_known",
+        "num_pending",
+        "outputs",
+        "pending_row",
+        "prompt",
+        "request",
+        "row",
+        "score_from",
+        "seq_id",
+        "status",
+    )
+
+    def __init__(self, request: Request, prompt: Int32, seq_id: int, max_seq_len: int) -> None:
+        self.request = request
+        self.seq_id = seq_id
+        self.prompt = prompt
+        self.outputs: list[int] = []
+        self.limit = min(len(prompt) + request.stop.max_tokens, max_seq_len)
+        self.num_known = len(prompt)
+        self.num_pending = 0
+        self.pending_row = NO_ROW
+        self.num_computed = 0
+        self.score_from = 0 if request.prompt_logprobs else len(prompt)
+        self.status = Status.WAITING
+        self.blocks: list[int] = []
+        self.capacity = 0
+        self.row = NO_ROW
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens it has, known or not."""
+        return self.num_known + self.num_pending
+
+    def append(self, token: int) -> None:
+        """A pending token has been read."""
+        self.outputs.append(token)
+        self.num_known += 1
+        self.num_pending -= 1
+
+    def token(self, position: int) -> int:
+        """The token at one position, 0 while it is pending."""
+        index = position - len(self.prompt)
+        if index < 0:
+            return int(self.prompt[position])
+        return self.outputs[index] if index < len(self.outputs) else 0
+
+    def tokens(self, start: int, end: int) -> Int32:
+        """Tokens at positions `start .. end`, int32[end - start], 0 where still pending."""
+        prompt_len = len(self.prompt)
+        if end <= prompt_len:
+            return self.prompt[start:end]
+        tokens = np.zeros(end - start, np.int32)
+        split = max(prompt_len - start, 0)
+        tokens[:split] = self.prompt[start:]
+        outputs = self.outputs[start + split - prompt_len : end - prompt_len]
+        tokens[split : split + len(outputs)] = outputs
+        return tokens
