@@ -44,11 +44,15 @@ class Scheduler:
 
     Args:
         config: sizes and budgets.
+
+    Attributes:
+        config: the same.
+        blocks: the block tables of the running sequences, and the pool behind them.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self._blocks = BlockManager(config)
+        self.blocks = BlockManager(config)
         self._watermark = config.num_blocks // 100
         self._next_seq_id = 0
         self._live: dict[int, Sequence] = {}
@@ -76,12 +80,12 @@ class Scheduler:
     @property
     def num_used_blocks(self) -> int:
         """Blocks that belong to a sequence."""
-        return self._blocks.pool.num_used
+        return self.blocks.pool.num_used
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that could be handed out."""
-        return self._blocks.pool.num_free
+        return self.blocks.pool.num_free
 
     @property
     def num_preemptions(self) -> int:
@@ -91,6 +95,11 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         """Whether any request has not ended."""
         return bool(self._live)
+
+    def sequences(self) -> list[Sequence]:
+        """The live sequences: running, waiting in the order of the queue, then draining."""
+        draining = [seq for seq in self._live.values() if seq.status is Status.DRAINING]
+        return [*self._running, *self._waiting, *draining]
 
     def add(self, request: Request) -> int:
         """Queue a request.
@@ -144,7 +153,7 @@ class Scheduler:
         preempted = self._schedule_running(step)
         if not preempted:
             self._admit_waiting(step)
-        plan = step.build(self._blocks, preempted)
+        plan = step.build(self.blocks, preempted)
         if plan is not None:
             self._in_flight.append(plan)
             self._drain(step.ending)
@@ -202,7 +211,7 @@ class Scheduler:
             if not count:
                 break
             end = seq.num_computed + count
-            if end <= seq.capacity or self._blocks.grow(seq, end):
+            if end <= seq.capacity or self.blocks.grow(seq, end):
                 step.add(seq, count)
                 index += 1
             else:  # the youngest has not been planned in this step: `running` ends with it
@@ -210,11 +219,11 @@ class Scheduler:
         return preempted
 
     def _admit_waiting(self, step: StepBuilder) -> None:
-        while self._waiting and self._blocks.num_free_rows:
+        while self._waiting and self.blocks.num_free_rows:
             seq = self._waiting[0]
             if not step.chunk(seq):
                 break
-            if not self._blocks.admit(seq, keep_free=self._watermark if self._running else 0):
+            if not self.blocks.admit(seq, keep_free=self._watermark if self._running else 0):
                 break
             self._waiting.popleft()
             seq.status = Status.RUNNING
@@ -223,7 +232,7 @@ class Scheduler:
 
     def _preempt_youngest(self) -> Sequence:
         seq = self._running.pop()
-        self._blocks.free(seq)
+        self.blocks.free(seq)
         seq.num_computed = 0
         seq.status = Status.WAITING
         self._waiting.appendleft(seq)  # older than all that wait, younger than all that run
@@ -233,7 +242,7 @@ class Scheduler:
     def _drain(self, seqs: list[Sequence]) -> None:
         """Free the blocks of sequences that have planned all they need, for the next plan."""
         for seq in seqs:
-            self._blocks.free(seq)
+            self.blocks.free(seq)
             self._running.remove(seq)
             seq.status = Status.DRAINING
 
@@ -242,7 +251,7 @@ class Scheduler:
             self._running.remove(seq)
         elif seq.status is Status.WAITING:
             self._waiting.remove(seq)
-        self._blocks.free(seq)
+        self.blocks.free(seq)
         seq.status = Status.FINISHED
         del self._live[seq.seq_id]
         del self._by_request_id[seq.request.request_id]

@@ -1,0 +1,76 @@
+"""What is true between any two calls of the scheduler. Tests check it after every step."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from scheduler.block_pool import NULL_BLOCK, BlockPool
+from scheduler.scheduler import Scheduler
+from scheduler.sequence import NO_ROW, Sequence, Status
+
+
+def check(scheduler: Scheduler) -> None:
+    """Compare the books of a scheduler with each other.
+
+    Raises:
+        AssertionError: they disagree.
+    """
+    seqs = scheduler.sequences()
+    check_pool(scheduler.blocks.pool, seqs)
+    _check_tables(scheduler, seqs)
+    for seq in seqs:
+        _check_counters(seq)
+    running = [seq.seq_id for seq in seqs if seq.status is Status.RUNNING]
+    waiting = [seq.seq_id for seq in seqs if seq.status is Status.WAITING]
+    assert len(running) == scheduler.num_running and len(waiting) == scheduler.num_waiting
+    assert len(set(seq.seq_id for seq in seqs)) == len(seqs), "a sequence is listed twice"
+    assert running + waiting == sorted(running + waiting), "first come is not first served"
+    assert scheduler.has_unfinished() == bool(seqs)
+
+
+def check_pool(pool: BlockPool, seqs: list[Sequence]) -> None:
+    """Every block is free once or owned exactly by the sequences that list it.
+
+    Raises:
+        AssertionError: it is not.
+    """
+    free = pool.free_blocks()
+    owners = Counter(block for seq in seqs for block in seq.blocks)
+    assert NULL_BLOCK not in owners and NULL_BLOCK not in free, "the null block is in use"
+    assert len(free) == len(set(free)) == pool.num_free, "a block is free twice"
+    assert pool.num_used + pool.num_free == pool.num_blocks - 1, "blocks leaked"
+    assert not owners.keys() & set(free), "a block is free and owned"
+    for block in range(1, pool.num_blocks):
+        assert pool.num_owners(block) == owners[block], f"owners of block {block} miscounted"
+
+
+def _check_tables(scheduler: Scheduler, seqs: list[Sequence]) -> None:
+    config = scheduler.config
+    rows = [seq.row for seq in seqs if seq.row != NO_ROW]
+    assert len(rows) == len(set(rows)) == config.max_num_seqs - scheduler.blocks.num_free_rows
+    for seq in seqs:
+        assert (seq.row != NO_ROW) == (seq.status is Status.RUNNING)
+        assert seq.capacity == len(seq.blocks) * config.block_size
+        assert len(seq.blocks) == len(set(seq.blocks)), "a block is twice in one table"
+        if seq.row != NO_ROW:
+            table = scheduler.blocks.table(seq)
+            assert np.array_equal(table[: len(seq.blocks)], seq.blocks)
+            assert not table[len(seq.blocks) :].any(), "stale blocks behind the end of a table"
+
+
+def _check_counters(seq: Sequence) -> None:
+    assert seq.num_known == len(seq.prompt) + len(seq.outputs)
+    assert 0 <= seq.num_pending <= 2
+    assert seq.num_tokens <= seq.limit, "planned beyond the end"
+    match seq.status:
+        case Status.WAITING:
+            assert seq.num_computed == 0 and not seq.blocks
+        case Status.RUNNING:
+            assert seq.num_computed <= min(seq.capacity, seq.num_tokens)
+            assert seq.num_computed < seq.limit - 1
+        case Status.DRAINING:
+            assert seq.num_pending and seq.num_tokens == seq.limit and not seq.blocks
+        case Status.FINISHED:
+            raise AssertionError("a finished sequence is still known")

@@ -1,0 +1,221 @@
+"""Runs the scheduler without a model: a device that checks what it is told to read.
+
+`HashModel` stands for the device. Its "KV cache" keeps for every slot which token at which
+position was written there. Attention reads a sequence through its block table, must find the
+positions 0, 1, 2 ... there, and the next token is a hash of all the tokens it found: a block that
+was overwritten, mixed up or never written gives another token than `expected_tokens`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scheduler import (
+    FinishReason,
+    Request,
+    Scheduler,
+    SchedulerConfig,
+    SeqUpdate,
+    StepPlan,
+    StopRules,
+    invariants,
+)
+
+VOCAB = 997
+_WEIGHTS = np.random.default_rng(0).integers(1, 2**62, size=1 << 16, dtype=np.uint64)
+
+
+def next_token(tokens: np.ndarray) -> int:
+    """The token that follows `tokens`: a hash of all of them and their order."""
+    mixed = tokens.astype(np.uint64) + np.uint64(1)
+    return int((mixed * _WEIGHTS[: len(tokens)]).sum() >> np.uint64(32)) % VOCAB
+
+
+def request(
+    request_id: str, prompt: int | Sequence[int], max_tokens: int = 8, **options: object
+) -> Request:
+    """A request; a number as the prompt stands for that many tokens made from the id."""
+    if isinstance(prompt, int):
+        seed = [ord(char) for char in request_id]
+        prompt = np.random.default_rng(seed).integers(0, VOCAB, size=prompt).tolist()
+    prompt_logprobs = bool(options.pop("prompt_logprobs", False))
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        stop=StopRules(max_tokens=max_tokens, **options),  # type: ignore[arg-type]
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def expected_tokens(request: Request, max_seq_len: int) -> tuple[list[int], FinishReason]:
+    """Output and end of a request served alone by a machine without limits but `max_seq_len`."""
+    tokens = list(request.prompt_token_ids)
+    outputs: list[int] = []
+    rules = request.stop
+    while True:
+        token = next_token(np.array(tokens))
+        tokens.append(token)
+        outputs.append(token)
+        if token in rules.stop_token_ids and len(outputs) > rules.min_tokens:
+            return outputs, FinishReason.STOP
+        if len(outputs) == rules.max_tokens or len(tokens) == max_seq_len:
+            return outputs, FinishReason.LENGTH
+
+
+class HashModel:
+    """The device: executes plans in order, with its own memory of the last sampled tokens."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._block_size = config.block_size
+        slots = config.num_blocks * config.block_size
+        self._tokens = np.full(slots, -1, np.int64)
+        self._positions = np.full(slots, -1, np.int64)
+        self._last_samples = np.empty(0, np.int32)
+
+    def run(self, plan: StepPlan) -> np.ndarray:
+        """Write the step's tokens, read every context, and sample; int32[num_samples]."""
+        tokens = plan.token_ids.copy()
+        query_start = plan.query_start()
+        fed = plan.feed_rows >= 0
+        tokens[query_start[1:][fed] - 1] = self._last_samples[plan.feed_rows[fed]]
+        slots = plan.slot_mapping(self._block_size)
+        assert len(set(slots.tolist())) == len(slots), "two tokens are written to one slot"
+        assert (slots >= self._block_size).all(), "data is written to the null block"
+        self._tokens[slots] = tokens
+        self._positions[slots] = plan.positions()
+        samples = [token for row in range(len(plan.seqs)) for token in self._read(plan, row)]
+        self._last_samples = np.array(samples, np.int32)
+        return self._last_samples.copy()
+
+    def _read(self, plan: StepPlan, row: int) -> list[int]:
+        planned = plan.seqs[row]
+        end = planned.start + planned.num_tokens
+        positions = np.arange(end)
+        table = plan.block_tables[row]
+        slots = table[positions // self._block_size] * self._block_size
+        slots += (positions % self._block_size).astype(np.int32)
+        assert np.array_equal(self._positions[slots], positions), (
+            f"{planned} reads positions that are not its own"
+        )
+        context = self._tokens[slots]
+        return [
+            next_token(context[: end - back]) for back in range(planned.num_samples - 1, -1, -1)
+        ]
+
+
+def check_plan(plan: StepPlan, config: SchedulerConfig) -> None:
+    """A plan keeps inside the budgets and agrees with itself."""
+    seqs = plan.seqs
+    assert 1 <= len(seqs) <= config.max_num_seqs
+    assert len({planned.seq_id for planned in seqs}) == len(seqs)
+    assert plan.num_tokens == sum(planned.num_tokens for planned in seqs) == len(plan.token_ids)
+    assert plan.num_tokens <= config.max_num_batched_tokens
+    assert plan.num_samples == sum(planned.num_samples for planned in seqs)
+    assert plan.num_samples <= config.max_num_seqs
+    assert plan.block_tables.shape == (len(seqs), config.max_blocks_per_seq)
+    assert not {planned.seq_id for planned in seqs} & set(plan.preempted)
+    is_decode = [planned.num_tokens == planned.num_samples == 1 for planned in seqs]
+    assert is_decode == [True] * plan.num_decodes + [False] * (len(seqs) - plan.num_decodes)
+    rows = 0
+    for planned in seqs:
+        assert 0 <= planned.num_samples <= planned.num_tokens
+        assert planned.num_tokens >= 1
+        if planned.num_tokens > 1 and config.max_prefill_chunk is not None:
+            assert planned.num_tokens <= config.max_prefill_chunk
+        rows += planned.num_samples
+        assert planned.sample_row in (-1, rows - 1)
+    for name, column in (
+        ("start", plan.starts),
+        ("num_tokens", plan.counts),
+        ("num_samples", plan.sample_counts),
+        ("feed_row", plan.feed_rows),
+    ):
+        assert column.dtype == np.int32
+        assert column.tolist() == [getattr(planned, name) for planned in seqs]
+
+
+@dataclass
+class Driver:
+    """A scheduler, its device, and what came out; checks everything after every step.
+
+    Attributes:
+        config: of the scheduler.
+        pipelined: whether each plan is made before the tokens of the one before it are read.
+    """
+
+    config: SchedulerConfig
+    pipelined: bool = True
+    check: bool = True
+    plans: list[StepPlan] = field(default_factory=list)
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+    ends: dict[int, FinishReason] = field(default_factory=dict)
+    end_order: list[str] = field(default_factory=list)
+    requests: dict[int, Request] = field(default_factory=dict)
+    last_updates: dict[int, SeqUpdate] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.config)
+        self.model = HashModel(self.config)
+        self._unread: deque[tuple[StepPlan, np.ndarray]] = deque()
+
+    def add(self, *requests: Request) -> list[int]:
+        """Queue requests; their sequence ids."""
+        seq_ids = [self.scheduler.add(request) for request in requests]
+        self.requests |= dict(zip(seq_ids, requests, strict=True))
+        self.outputs |= {seq_id: [] for seq_id in seq_ids}
+        return seq_ids
+
+    def finish(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        """End a request from outside, if it is live."""
+        update = self.scheduler.finish(request_id, reason)
+        if update is not None:
+            self._take_in([update])
+        self._check()
+
+    def step(self) -> StepPlan | None:
+        """One turn of the engine's loop; returns the plan that was made."""
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            check_plan(plan, self.config)
+            self.plans.append(plan)
+            self._unread.append((plan, self.model.run(plan)))
+        self._check()
+        keep = 1 if self.pipelined and plan is not None else 0
+        while len(self._unread) > keep:
+            self._take_in(self.scheduler.update(*self._unread.popleft()))
+            self._check()
+        return plan
+
+    def run(self, max_steps: int = 10_000) -> int:
+        """Step until nothing is left to do; how many steps made a plan."""
+        for steps in range(max_steps):
+            if self.step() is None and not self.scheduler.has_unfinished():
+                return steps
+        raise AssertionError(f"not finished after {max_steps} steps")
+
+    def verify(self) -> None:
+        """Every ended request has exactly the tokens and the end that it has alone."""
+        for seq_id, reason in self.ends.items():
+            tokens, alone = expected_tokens(self.requests[seq_id], self.scheduler.max_seq_len)
+            got = self.outputs[seq_id]
+            if reason is FinishReason.ABORT:
+                assert got == tokens[: len(got)]
+            else:
+                assert (got, reason) == (tokens, alone), self.requests[seq_id].request_id
+
+    def _take_in(self, updates: list[SeqUpdate]) -> None:
+        for update in updates:
+            assert update.seq_id not in self.ends, "a token after the end"
+            self.outputs[update.seq_id] += update.new_token_ids
+            self.last_updates[update.seq_id] = update
+            if update.finish_reason is not None:
+                self.ends[update.seq_id] = update.finish_reason
+                self.end_order.append(update.request_id)
+
+    def _check(self) -> None:
+        if self.check:
+            invariants.check(self.scheduler)
