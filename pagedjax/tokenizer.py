@@ -142,7 +142,7 @@ class TextStream:
 
     Args:
         tokenizer: decodes the tokens.
-        stop: strings that end the text, none empty.
+        stop: a string that ends the text, or several; none empty.
         include_stop_str_in_output: keep the stop string in the text.
         skip_special_tokens: leave control tokens out of the text.
         min_tokens: a stop string that is complete before this many tokens is ordinary text.
@@ -160,7 +160,7 @@ class TextStream:
         self.num_tokens = 0  # pushed so far, the one that completed a stop string included
         self.stopped_by: str | None = None
         self._tokenizer = tokenizer
-        self._stop = tuple(stop)
+        self._stop = (stop,) if isinstance(stop, str) else tuple(stop)
         self._keep_stop = include_stop_str_in_output
         self._skip_special = skip_special_tokens
         self._min_tokens = min_tokens

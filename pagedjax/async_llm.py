@@ -1,0 +1,293 @@
+"""Streaming generation for asyncio: one thread runs the engine, every request is a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pagedjax.frontend import Frontend, Prompt, start_engine
+from pagedjax.outputs import RequestOutput
+from pagedjax.sampling_params import SamplingParams
+from pagedjax.tokenizer import Message, Tokenizer
+
+if TYPE_CHECKING:
+    from pagedjax.engine.engine import Engine
+    from pagedjax.engine.stats import EngineStats
+
+_Item = RequestOutput | BaseException
+_Command = tuple[Callable[[], Any], "Future[Any]"]
+
+
+class EngineStopped(RuntimeError):
+    """The engine no longer runs: it was closed, or it failed (see `__cause__`)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stream:
+    """Where the deltas of a live request go: a queue that belongs to its reader's event loop."""
+
+    request_id: str
+    loop: asyncio.AbstractEventLoop
+    items: asyncio.Queue[_Item] = field(default_factory=asyncio.Queue)
+
+
+class AsyncLLM:
+    """A language model that streams answers to any number of asyncio tasks.
+
+    All calls of the engine happen in one thread of its own, which sleeps while there is no
+    request. Use it as an async context manager, or call `close` when done.
+
+    Args:
+        model: as for `LLM`.
+        progress: as for `LLM`.
+        **options: fields of `EngineConfig`.
+
+    Raises:
+        ValueError: an option or the checkpoint is not usable.
+    """
+
+    def __init__(self, model: str | Path, *, progress: bool = False, **options: Any) -> None:
+        self._start(start_engine(model, progress=progress, **options))
+
+    @classmethod
+    def from_engine(cls, engine: Engine) -> AsyncLLM:
+        """An `AsyncLLM` around an engine that exists already and that nothing else uses."""
+        llm = cls.__new__(cls)
+        llm._start(engine)
+        return llm
+
+    def _start(self, engine: Engine) -> None:
+        self._frontend = Frontend(engine)
+        self._engine = engine
+        self._lock = threading.Lock()  # guards the four below
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._streams: dict[str, _Stream] = {}  # by the id of a live request
+        self._num_named = 0
+        self._stop_error: EngineStopped | None = None
+        self._running: set[_Stream] = set()  # known to the engine; the engine thread's own
+        self._closing = False  # the engine thread's own
+        self._thread = threading.Thread(target=self._run, name="pagedjax-engine", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # a step must not outlive the modules that it uses
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The checkpoint's tokenizer, or None if it brings none."""
+        return self._frontend.tokenizer
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """Abort what runs and stop the engine's thread; waiting streams raise `EngineStopped`."""
+        atexit.unregister(self.close)
+        self._submit(self._begin_closing)
+        self._thread.join()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Stream the completion of one prompt, as deltas (see `pagedjax.outputs`).
+
+        Leaving the loop early, by `break`, by an exception or by cancellation, aborts the
+        request; with `break`, once the iterator is closed (`contextlib.aclosing`) or forgotten.
+
+        Args:
+            prompt: text or token ids.
+            params: None takes the checkpoint's own settings.
+            request_id: a name for `abort`, free again once the request has ended; None makes one.
+
+        Raises:
+            ValueError: the request cannot be served, or its id is in use.
+            EngineStopped: the engine was closed, or failed, before the request ended.
+        """
+        return self._stream(*self._frontend.tokens(prompt), params, request_id)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Stream the assistant's answer to one conversation; otherwise like `generate`."""
+        return self._stream(*self._frontend.chat_tokens(messages), params, request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request now; its stream yields a last delta with the reason `abort`.
+
+        Nothing happens if there is no such request, or not any more.
+        """
+        await asyncio.wrap_future(self._submit(lambda: self._engine.abort(request_id)))
+
+    async def stats(self) -> EngineStats:
+        """The engine's counters, as they are between two steps.
+
+        Raises:
+            EngineStopped: the engine was closed, or failed.
+        """
+        return await asyncio.wrap_future(self._submit(self._engine.stats))
+
+    async def _stream(
+        self,
+        text: str | None,
+        token_ids: list[int],
+        params: SamplingParams | None,
+        request_id: str | None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        checked = self._frontend.params(params)
+        stream = self._register(request_id)
+        finished = False
+        try:
+            add = self._submit(lambda: self._add(stream, text, token_ids, checked))
+            await asyncio.wrap_future(add)
+            while not finished:
+                item = await stream.items.get()
+                if isinstance(item, BaseException):
+                    raise item
+                finished = item.finished
+                yield item
+        finally:
+            if not finished:
+                self._submit(lambda: self._drop(stream))
+
+    def _register(self, request_id: str | None) -> _Stream:
+        with self._lock:
+            name = request_id
+            while name is None or (request_id is None and name in self._streams):
+                self._num_named += 1
+                name = f"request-{self._num_named}"
+            if name in self._streams:
+                raise ValueError(f"request id {name!r} is in use by a live request")
+            stream = self._streams[name] = _Stream(name, asyncio.get_running_loop())
+            return stream
+
+    def _release(self, stream: _Stream) -> None:
+        with self._lock:
+            if self._streams.get(stream.request_id) is stream:
+                del self._streams[stream.request_id]
+
+    def _submit(self, function: Callable[[], Any]) -> Future[Any]:
+        """Let the engine's thread call `function` between two steps."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._stop_error is None:
+                self._commands.put((function, future))
+            else:
+                future.set_exception(_again(self._stop_error))
+        return future
+
+    # From here on: the engine's thread.
+
+    def _run(self) -> None:
+        failure = None
+        try:
+            while not self._closing:
+                self._obey()
+                if self._engine.has_unfinished():
+                    self._deliver(self._engine.step())
+        except BaseException as error:  # whatever it is, those who wait must hear of it
+            failure = error
+        self._stop(failure)
+
+    def _obey(self) -> None:
+        """Carry out all waiting commands; sleep until there is one if the engine is idle."""
+        waits = not self._engine.has_unfinished()
+        while waits or not self._commands.empty():
+            function, future = self._commands.get()
+            waits = False
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+                if not isinstance(error, ValueError):  # not a refusal but a failure
+                    raise
+
+    def _begin_closing(self) -> None:
+        self._closing = True
+
+    def _add(
+        self, stream: _Stream, text: str | None, token_ids: list[int], params: SamplingParams
+    ) -> None:
+        try:
+            self._engine.add_request(stream.request_id, text, token_ids, params)
+        except ValueError:
+            self._release(stream)  # before the caller hears of it, who may try again
+            raise
+        self._running.add(stream)
+
+    def _drop(self, stream: _Stream) -> None:
+        """End a request whose reader has left; its id is free once its last delta has come."""
+        if stream in self._running:
+            self._engine.abort(stream.request_id)
+        else:
+            self._release(stream)
+
+    def _deliver(self, deltas: list[RequestOutput]) -> None:
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, _Item]]] = defaultdict(list)
+        for delta in deltas:
+            stream = self._streams[delta.request_id]
+            by_loop[stream.loop].append((stream, delta))
+            if delta.finished:
+                self._running.discard(stream)
+                self._release(stream)
+        for loop, items in by_loop.items():
+            if not _post(loop, items):
+                for stream, _ in items:  # nobody can read these any more
+                    self._drop(stream)
+
+    def _stop(self, failure: BaseException | None) -> None:
+        if failure is None:
+            for stream in self._running:
+                self._engine.abort(stream.request_id)
+            error = EngineStopped("the engine has been closed")
+        else:
+            error = EngineStopped(f"the engine failed: {type(failure).__name__}: {failure}")
+            error.__cause__ = failure
+        with self._lock:
+            self._stop_error = error
+            streams, self._streams = list(self._streams.values()), {}
+        while not self._commands.empty():
+            _, future = self._commands.get()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(_again(error))
+        for stream in streams:
+            _post(stream.loop, [(stream, _again(error))])
+
+
+def _again(error: EngineStopped) -> EngineStopped:
+    """A copy of its own for each who raises it, since raising writes a traceback into it."""
+    copy = EngineStopped(str(error))
+    copy.__cause__ = error.__cause__
+    return copy
+
+
+def _post(loop: asyncio.AbstractEventLoop, items: list[tuple[_Stream, _Item]]) -> bool:
+    """Put `items` into their queues, in `loop`'s thread; False if that loop has been closed."""
+    try:
+        loop.call_soon_threadsafe(_put_all, items)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _put_all(items: list[tuple[_Stream, _Item]]) -> None:
+    for stream, item in items:
+        stream.items.put_nowait(item)

@@ -1,0 +1,147 @@
+"""What `LLM` and `AsyncLLM` share: starting an engine, and reading a caller's prompts."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pagedjax.sampling_params import SamplingParams
+from pagedjax.tokenizer import Message, Tokenizer
+
+if TYPE_CHECKING:
+    from pagedjax.engine.engine import Engine
+
+Prompt = str | Sequence[int]
+
+
+def start_engine(model: str | Path, *, progress: bool, **options: Any) -> Engine:
+    """An engine for the checkpoint at `model`.
+
+    Args:
+        model: directory of a native checkpoint or of an unconverted Hugging Face one.
+        progress: show a bar on standard error while steps are compiled.
+        **options: fields of `EngineConfig`.
+
+    Raises:
+        ValueError: an option or the checkpoint is not usable.
+    """
+    # Imported here so that reading prompts and parameters does not need JAX.
+    from tqdm import tqdm
+
+    from pagedjax.config import EngineConfig
+    from pagedjax.engine.engine import Engine
+    from pagedjax.loading import load_model
+
+    config = EngineConfig(**options)
+    loaded = load_model(model, dtype=config.dtype)
+    tokenizer = Tokenizer(loaded.tokenizer_path) if loaded.tokenizer_path else None
+    with tqdm(desc="compiling", unit="step", disable=not progress, leave=False) as bar:
+        return Engine(loaded, tokenizer, config, partial(_show, bar))
+
+
+@dataclass(frozen=True, slots=True)
+class Frontend:
+    """Reads what callers hand in, for one engine.
+
+    Attributes:
+        engine: runs the requests; its tokenizer is None if the checkpoint brings none, and
+            prompts must then be token ids.
+    """
+
+    engine: Engine
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The checkpoint's tokenizer, or None."""
+        return self.engine.tokenizer
+
+    def tokens(self, prompt: Any) -> tuple[str | None, list[int]]:
+        """A prompt's text, if it came as text, and its token ids.
+
+        Raises:
+            ValueError: it is neither text nor a sequence of integers, or text without a tokenizer.
+        """
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("this checkpoint has no tokenizer; give the prompt as token ids")
+            return prompt, self.tokenizer.encode(prompt)
+        items = _as_list(prompt)
+        if not isinstance(items, Sequence) or not all(map(_is_token_id, items)):
+            raise ValueError(f"a prompt is text or a list of token ids, got {_brief(prompt)}")
+        return None, [int(item) for item in items]
+
+    def chat_tokens(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
+        """A conversation as the template renders it, and its token ids.
+
+        Raises:
+            ValueError: there is no tokenizer or template, or the conversation is malformed.
+        """
+        if self.tokenizer is None:
+            raise ValueError("this checkpoint has no tokenizer, so it cannot chat")
+        text = self.tokenizer.render_chat(messages)
+        return text, self.tokenizer.encode(text, add_special_tokens=False)
+
+    def params(self, params: SamplingParams | None) -> SamplingParams:
+        """`params`, or the checkpoint's own settings if there are none.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        if params is None:
+            return SamplingParams.from_generation(self.engine.generation)
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"wanted SamplingParams, got {type(params).__name__}")
+        return params
+
+
+def prompt_list(prompts: Any) -> list[Any]:
+    """One prompt, or several, as a list of prompts.
+
+    A list of integers is one prompt of token ids, an empty list no prompt at all.
+
+    Raises:
+        ValueError: `prompts` is neither text nor a sequence.
+    """
+    prompts = _as_list(prompts)
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise ValueError(f"prompts are text, token ids, or a list of them; got {_brief(prompts)}")
+    if prompts and all(map(_is_token_id, prompts)):
+        return [prompts]
+    return list(prompts)
+
+
+def conversation_list(messages: Any) -> list[Any]:
+    """One conversation (a list of messages), or several, as a list of conversations.
+
+    Raises:
+        ValueError: `messages` is not a list.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise ValueError(f"a conversation is a list of messages, got {_brief(messages)}")
+    is_one = bool(messages) and all(hasattr(message, "keys") for message in messages)
+    return [messages] if is_one else list(messages)
+
+
+def _show(bar: Any, done: int, total: int) -> None:
+    bar.total = total
+    bar.update(done - bar.n)
+
+
+def _as_list(items: Any) -> Any:
+    """Arrays of numpy and JAX as nested lists; everything else as it is."""
+    return items.tolist() if hasattr(items, "tolist") else items
+
+
+def _is_token_id(item: object) -> bool:
+    return isinstance(item, numbers.Integral) and not isinstance(item, bool)
+
+
+def _brief(item: object) -> str:
+    text = repr(item)
+    return text if len(text) <= 80 else f"{text[:77]}..."

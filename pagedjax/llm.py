@@ -1,0 +1,207 @@
+"""Blocking generation: prompts in, results out, in order."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pagedjax.frontend import Frontend, Prompt, conversation_list, prompt_list, start_engine
+from pagedjax.outputs import RequestOutput, Timings
+from pagedjax.sampling_params import SamplingParams
+from pagedjax.tokenizer import Message, Tokenizer
+
+if TYPE_CHECKING:
+    from pagedjax.engine.engine import Engine
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """A language model that answers many prompts at once. For use by one thread at a time.
+
+    Args:
+        model: directory of a native checkpoint (`pagedjax convert`), or of a Hugging Face one,
+            which is then converted in memory.
+        progress: show a bar on standard error while steps are compiled.
+        **options: fields of `EngineConfig`.
+
+    Raises:
+        ValueError: an option or the checkpoint is not usable.
+    """
+
+    def __init__(self, model: str | Path, *, progress: bool = True, **options: Any) -> None:
+        self._start(start_engine(model, progress=progress, **options))
+
+    @classmethod
+    def from_engine(cls, engine: Engine) -> LLM:
+        """An `LLM` around an engine that exists already, with parameters of your own perhaps."""
+        llm = cls.__new__(cls)
+        llm._start(engine)
+        return llm
+
+    def _start(self, engine: Engine) -> None:
+        self._frontend = Frontend(engine)
+        self._request_ids = map(str, itertools.count())
+        self._inboxes: dict[str, deque[RequestOutput]] = {}  # by the id of a live request
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that runs the requests."""
+        return self._frontend.engine
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The checkpoint's tokenizer, or None if it brings none."""
+        return self._frontend.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; results come in the order of the prompts.
+
+        A request that cannot be served (an empty prompt, one that is too long) gets a result
+        with `error` set and the finish reason `error`; the others are not affected.
+
+        Args:
+            prompts: text or token ids, or a list of such prompts.
+            params: for all prompts, or one for each; None takes the checkpoint's own settings.
+            progress: show a bar on standard error.
+
+        Raises:
+            ValueError: `prompts` is no prompt at all, or `params` do not match the prompts.
+        """
+        requests = self._requests(prompt_list(prompts), self._frontend.tokens, params)
+        return self._collect(requests, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Let the assistant answer one conversation, or each of several.
+
+        >>> llm.chat([{"role": "user", "content": "What is JAX?"}])  # doctest: +SKIP
+
+        Args:
+            messages: mappings with `role` and `content`, oldest first; or a list of such lists.
+            params: as in `generate`.
+            progress: as in `generate`.
+
+        Raises:
+            ValueError: as in `generate`.
+        """
+        conversations = conversation_list(messages)
+        requests = self._requests(conversations, self._frontend.chat_tokens, params)
+        return self._collect(requests, progress)
+
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Like `generate`, but yields `(index of the prompt, delta)` as the text comes.
+
+        Closing the iterator early aborts what has not finished.
+        """
+        return self._deltas(self._requests(prompt_list(prompts), self._frontend.tokens, params))
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params = None,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Like `chat`, but yields `(index of the conversation, delta)` as the text comes."""
+        conversations = conversation_list(messages)
+        return self._deltas(self._requests(conversations, self._frontend.chat_tokens, params))
+
+    def _requests(
+        self, prompts: list[Any], tokens: Any, params: Params
+    ) -> list[tuple[Any, Any, SamplingParams]]:
+        """`(prompt, how to tokenize it, params)` for each prompt."""
+        if params is None or isinstance(params, SamplingParams):
+            each: Sequence[SamplingParams | None] = [params] * len(prompts)
+        else:
+            each = params
+        if len(each) != len(prompts):
+            raise ValueError(f"got {len(each)} sampling params for {len(prompts)} prompts")
+        return [
+            (prompt, tokens, self._frontend.params(one))
+            for prompt, one in zip(prompts, each, strict=True)
+        ]
+
+    def _deltas(
+        self, requests: list[tuple[Any, Any, SamplingParams]]
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        inbox: deque[RequestOutput] = deque()
+        live: dict[str, int] = {}
+        try:
+            for index, (prompt, tokens, params) in enumerate(requests):
+                request_id = next(self._request_ids)
+                try:
+                    text, token_ids = tokens(prompt)
+                    self.engine.add_request(request_id, text, token_ids, params)
+                except ValueError as error:
+                    yield index, _refused(request_id, prompt, params, str(error))
+                else:
+                    live[request_id] = index
+                    self._inboxes[request_id] = inbox
+            while live:
+                if not inbox:
+                    self._step()
+                while inbox:
+                    delta = inbox.popleft()
+                    index = live[delta.request_id]
+                    if delta.finished:
+                        del live[delta.request_id], self._inboxes[delta.request_id]
+                    yield index, delta
+        finally:
+            for request_id in live:
+                del self._inboxes[request_id]
+                self.engine.abort(request_id)
+
+    def _step(self) -> None:
+        """Run one step and hand its deltas to the iterators that wait for them.
+
+        Several may be open at once. Deltas without an iterator are the last words of requests
+        whose iterator was closed early.
+        """
+        assert self.engine.has_unfinished(), "the engine lost a request"
+        for delta in self.engine.step():
+            if delta.request_id in self._inboxes:
+                self._inboxes[delta.request_id].append(delta)
+
+    def _collect(
+        self, requests: list[tuple[Any, Any, SamplingParams]], progress: bool
+    ) -> list[RequestOutput]:
+        from tqdm import tqdm
+
+        parts: list[list[RequestOutput]] = [[] for _ in requests]
+        started, generated = time.monotonic(), 0
+        with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar:
+            for index, delta in self._deltas(requests):
+                parts[index].append(delta)
+                generated += delta.num_generated_tokens
+                if delta.finished:
+                    rate = generated / max(time.monotonic() - started, 1e-9)
+                    bar.set_postfix_str(f"{rate:.1f} tokens/s", refresh=False)
+                    bar.update()
+        return [RequestOutput.joined(deltas) for deltas in parts]
+
+
+def _refused(request_id: str, prompt: object, params: SamplingParams, error: str) -> RequestOutput:
+    now = time.monotonic()
+    return RequestOutput.failed(
+        error,
+        request_id=request_id,
+        prompt=prompt if isinstance(prompt, str) else None,
+        timings=Timings(arrived=now, finished=now),
+        num_completions=params.n,
+    )

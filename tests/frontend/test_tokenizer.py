@@ -1,0 +1,220 @@
+"""A checkpoint's own tokenizer, in the two forms that decoder-only models come with."""
+
+import json
+import socket
+
+import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Backend
+
+from pagedjax.tokenizer import TextStream, Tokenizer
+
+CORPUS = ["Hello world, how are you?", "to be or not to be", "123 žluťoučký kůň 🔥 你好"] * 4
+SPECIAL = ["<s>", "</s>", "<|turn|>"]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "<|turn|>{{ m.role }}\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+
+
+def byte_level():
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    return backend, trainers.BpeTrainer(
+        vocab_size=320, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+
+
+def sentencepiece_like():
+    """Words begin with `▁`, unknown characters fall back to bytes: as in Llama 2 and Mistral."""
+    backend = Backend(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1),
+        ]
+    )
+    special = [*SPECIAL, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=special, show_progress=False)
+    trainer.limit_alphabet = 60
+    return backend, trainer
+
+
+def save(directory, make, *, template=TEMPLATE, bos=True, **more):
+    backend, trainer = make()
+    backend.train_from_iterator(CORPUS, trainer)
+    if make is sentencepiece_like:  # the byte pieces are ordinary text, not control tokens
+        plain = json.loads(backend.to_str())
+        plain["added_tokens"] = [t for t in plain["added_tokens"] if t["content"] in SPECIAL]
+        backend = Backend.from_str(json.dumps(plain))
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
+    if bos:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
+        )
+    directory.mkdir(exist_ok=True)
+    backend.save(str(directory / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    if template is not None:
+        config["chat_template"] = template
+    (directory / "tokenizer_config.json").write_text(json.dumps(config | more))
+    return directory
+
+
+@pytest.fixture(scope="module", params=[byte_level, sentencepiece_like])
+def tokenizer(request, tmp_path_factory):
+    return Tokenizer(save(tmp_path_factory.mktemp("tokenizer"), request.param))
+
+
+TEXTS = ["Hello world", " to be", "you  are", "žluť 🔥", "你好 👨‍👩‍👧", "a\n\tb", "123", "é", " "]
+
+
+def test_text_survives_the_round_trip(tokenizer):
+    for text in TEXTS:
+        if not text.startswith(" "):  # word-marking tokenizers take a first space for the mark
+            assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_streamed_text_equals_the_text_of_all_tokens(tokenizer):
+    """SA32, on the tokens of real tokenizers."""
+    for text in TEXTS:
+        tokens = tokenizer.encode(text)
+        stream = TextStream(tokenizer)
+        chunks = [stream.push([token])[0] for token in tokens]
+        assert "".join(chunks) + stream.flush() == tokenizer.decode(tokens)
+        assert not any("\ufffd" in chunk for chunk in chunks)
+
+
+def test_control_tokens_in_between_do_not_swallow_a_space(tokenizer):
+    tokens = [*tokenizer.encode("to"), *tokenizer.encode("be or")]  # BOS in the middle
+    stream = TextStream(tokenizer)
+    streamed = "".join(stream.push([token])[0] for token in tokens)
+    assert streamed == tokenizer.decode(tokens)
+
+
+def test_control_tokens_are_kept_on_request(tokenizer):
+    tokens = tokenizer.encode("to be")
+    assert tokenizer.decode(tokens, skip_special_tokens=False).startswith("<s>")
+    stream = TextStream(tokenizer, skip_special_tokens=False)
+    text = "".join(stream.push([token])[0] for token in tokens)
+    assert text == tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def test_ids_outside_the_vocabulary_decode_to_nothing(tokenizer):
+    """SA36."""
+    tokens = tokenizer.encode("to be")
+    outside = [tokenizer.vocab_size, 155_000, 2**31, 2**40, -1]
+    assert tokenizer.decode([outside[0], *tokens, *outside[1:]]) == "to be"
+    stream = TextStream(tokenizer)
+    mixed = [tokens[0], outside[0], *tokens[1:], outside[1]]
+    assert "".join(stream.push([token])[0] for token in mixed) == "to be"
+
+
+def test_the_beginning_of_text_comes_from_the_checkpoint_and_is_never_doubled(tokenizer):
+    bos = tokenizer.encode("")
+    assert len(bos) == 1
+    assert tokenizer.encode("to be")[0] == bos[0]
+    chat = tokenizer.chat([{"role": "user", "content": "to be"}])
+    assert chat.count(bos[0]) == 1
+    assert tokenizer.decode(chat, skip_special_tokens=False).startswith("<s><|turn|>")
+
+
+def test_a_tokenizer_without_beginning_of_text_encodes_nothing_as_nothing(tmp_path):
+    """SC20: such a checkpoint turns the empty prompt into no tokens."""
+    assert Tokenizer(save(tmp_path, byte_level, bos=False)).encode("") == []
+
+
+def test_chat_follows_the_template(tokenizer):
+    messages = [
+        {"role": "user", "content": "to be"},
+        {"role": "assistant", "content": "or"},
+        {"role": "user", "content": "not"},
+    ]
+    assert tokenizer.render_chat(messages) == (
+        "<s><|turn|>user\nto be<|turn|>assistant\nor<|turn|>user\nnot<|turn|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("messages", "complaint"),
+    [
+        ([], "at least one"),
+        ("hello", "list of messages"),
+        (["hello"], "list of messages"),
+        ([{"role": "user"}], "role and content"),
+        ([{"content": "hi"}], "role and content"),
+        ([{"role": "system", "content": "x"}], "no system role"),
+    ],
+)
+def test_conversations_that_cannot_be_rendered_are_refused(tokenizer, messages, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        tokenizer.chat(messages)
+
+
+def test_a_checkpoint_without_template_cannot_chat(tmp_path):
+    tokenizer = Tokenizer(save(tmp_path, byte_level, template=None))
+    with pytest.raises(ValueError, match="no chat template"):
+        tokenizer.chat([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("text", ["emoji \ud83d", "x \ude00 y"])
+def test_half_a_surrogate_pair_is_refused(tokenizer, text):
+    """SV19."""
+    with pytest.raises(ValueError, match="surrogate"):
+        tokenizer.encode(text)
+
+
+def test_a_prompt_that_is_not_text_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="got bytes"):
+        tokenizer.encode(b"x")
+
+
+def test_sizes_and_end_of_text(tokenizer):
+    assert tokenizer.decode([tokenizer.eos_id], skip_special_tokens=False) == "</s>"
+    assert tokenizer.vocab_size > max(tokenizer.encode("Hello world"))
+
+
+def test_truncation_and_padding_in_the_file_are_switched_off(tmp_path):
+    save(tmp_path, byte_level)
+    backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    backend.enable_truncation(4)
+    backend.enable_padding(length=8)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("to be or not to be")) == "to be or not to be"
+    assert len(tokenizer.encode("to")) < 8
+
+
+def test_a_template_in_its_own_file_is_used(tmp_path):
+    save(tmp_path, byte_level, template=None)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    assert Tokenizer(tmp_path).render_chat([{"role": "user", "content": "hi"}]) == "hi!"
+
+
+def test_unusable_directories_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="wanted a directory"):
+        Tokenizer(tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no tokenizer"):
+        Tokenizer(tmp_path / "empty")
+    cut = save(tmp_path / "cut", byte_level) / "tokenizer.json"
+    cut.write_bytes(cut.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="no tokenizer to read"):
+        Tokenizer(cut.parent)
+
+
+def test_no_connection_is_opened(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a connection was attempted")
+
+    save(tmp_path, byte_level)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    Tokenizer(tmp_path).chat([{"role": "user", "content": "hi"}])
