@@ -7,6 +7,7 @@ import numpy as np
 from scheduler.block_pool import BlockPool
 from scheduler.config import SchedulerConfig
 from scheduler.plan import Int32
+from scheduler.prefix_index import ROOT, PrefixIndex
 from scheduler.sequence import NO_ROW, Sequence
 
 
@@ -15,13 +16,18 @@ class BlockManager:
 
     A row's entries behind the blocks of its sequence are the null block.
 
+    With prefix caching, a full block is indexed once its tokens are known to the host and the
+    plan that computes it has been handed out; what another sequence then reads there was written
+    by an earlier step. A sequence is admitted with the blocks of its longest indexed prefix.
+
     Args:
         config: sizes of the pool and of the tables.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self.pool = BlockPool(config.num_blocks)
+        self.pool = BlockPool(config.num_blocks, PrefixIndex(config.block_size))
         self._block_size = config.block_size
+        self._caching = config.prefix_caching
         self._tables = np.zeros((config.max_num_seqs, config.max_blocks_per_seq), np.int32)
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
 
@@ -33,6 +39,8 @@ class BlockManager:
     def admit(self, seq: Sequence, *, keep_free: int) -> bool:
         """Give a waiting sequence a row and the blocks of all the tokens it has.
 
+        The blocks of its longest cached prefix are shared, and its `num_computed` starts there.
+
         Args:
             seq: the sequence; it owns no blocks and a row is free.
             keep_free: how many blocks must be free afterwards.
@@ -40,11 +48,20 @@ class BlockManager:
         Returns:
             Whether it was admitted; nothing has changed if not.
         """
-        needed = -(-seq.num_tokens // self._block_size)
-        if needed + keep_free > self.pool.num_free:
+        pool = self.pool
+        hits = self._find_prefix(seq)
+        num_new = -(-seq.num_tokens // self._block_size) - len(hits)
+        num_free_hits = sum(not pool.num_owners(block) for block in hits)
+        if num_new + num_free_hits + keep_free > pool.num_free:
             return False
+        pool.share(hits)  # before any block is taken, which might evict them
         seq.row = self._free_rows.pop()
-        self._append(seq, self.pool.take(needed))
+        self._append(seq, hits + pool.take(num_new))
+        seq.num_computed = len(hits) * self._block_size
+        seq.num_indexed = len(hits)
+        seq.parent = pool.index.number(hits[-1]) if hits else ROOT
+        if seq.num_cached_tokens is None:
+            seq.num_cached_tokens = seq.num_computed
         return True
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
@@ -61,15 +78,38 @@ class BlockManager:
         return True
 
     def free(self, seq: Sequence) -> None:
-        """Take all blocks and the row of a sequence; does nothing if it has none."""
+        """Take all blocks and the row of a sequence; does nothing if it has none.
+
+        The end of a prefix is of use only with its beginning, so it is to be evicted first.
+        """
         if seq.row == NO_ROW:
             return
-        self.pool.release(seq.blocks)
+        self.index_full_blocks(seq)
+        self.pool.release(reversed(seq.blocks))
         self._tables[seq.row, : len(seq.blocks)] = 0
         self._free_rows.append(seq.row)
         seq.row = NO_ROW
         seq.blocks = []
         seq.capacity = 0
+
+    def index_full_blocks(self, seq: Sequence) -> None:
+        """Let others find the blocks of a sequence that are full of computed, known tokens."""
+        size = self._block_size
+        full = min(seq.num_computed, seq.num_known, seq.capacity) // size
+        if full <= seq.num_indexed or seq.parent is None or not self._caching:
+            return
+        parent = seq.parent
+        for at in range(seq.num_indexed, full):
+            tokens = seq.tokens(at * size, (at + 1) * size)
+            parent = self.pool.index.add(seq.blocks[at], parent, tokens)
+        seq.parent = parent
+        seq.num_indexed = full
+
+    def reset_prefix_cache(self, running: list[Sequence]) -> None:
+        """Forget all content, and never index what the running sequences go on computing."""
+        self.pool.forget()
+        for seq in running:
+            seq.parent = None
 
     def tables(self, rows: list[int], num_tokens: int) -> Int32:
         """Copy the tables of some rows, none of which holds more than `num_tokens` tokens.
@@ -86,6 +126,19 @@ class BlockManager:
     def table(self, seq: Sequence) -> Int32:
         """The whole row of a sequence that has one, int32[max_blocks_per_seq]; do not write."""
         return self._tables[seq.row]
+
+    def _find_prefix(self, seq: Sequence) -> list[int]:
+        """Indexed blocks with which a sequence may start.
+
+        At least its last token is left to compute, since that is where the next one is sampled,
+        and so are the prompt tokens whose logits are still wanted.
+        """
+        if not self._caching:
+            return []
+        end = min(seq.num_known, seq.num_tokens - 1)
+        if seq.score_from < len(seq.prompt):
+            end = min(end, seq.score_from)
+        return self.pool.index.find(seq.tokens(0, end))
 
     def _append(self, seq: Sequence, blocks: list[int]) -> None:
         end = len(seq.blocks) + len(blocks)

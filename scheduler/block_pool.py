@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
+
+from scheduler.prefix_index import PrefixIndex
 
 NULL_BLOCK = 0
 """Padding rows of a step write here; it holds no real data and is never handed out."""
@@ -14,22 +16,27 @@ class OutOfBlocks(Exception):
 
 
 class BlockPool:
-    """Reference-counted KV blocks.
+    """Reference-counted KV blocks, of which the free ones may still hold a known prefix.
 
-    Invariant: a block other than the null block is free if and only if nobody owns it.
+    Invariant: a block other than the null block is free if and only if nobody owns it. A free
+    block whose content is in the index keeps it until it is handed out again, which happens to
+    blocks without content first and then in the order in which they became free.
 
     Args:
         num_blocks: blocks of the pool, the null block included.
+        index: what the blocks hold; the owners of full blocks add them.
 
     Raises:
         ValueError: there is no block besides the null block.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
         if num_blocks < 2:
             raise ValueError(f"a pool has at least 2 blocks, got {num_blocks=}")
+        self.index = index
         self._owners = [0] * num_blocks
         self._blank = list(range(num_blocks - 1, NULL_BLOCK, -1))  # a stack: lowest ids first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
     @property
     def num_blocks(self) -> int:
@@ -39,7 +46,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that `take` can hand out."""
-        return len(self._blank)
+        return len(self._blank) + len(self._cached)
 
     @property
     def num_used(self) -> int:
@@ -52,7 +59,7 @@ class BlockPool:
 
     def free_blocks(self) -> list[int]:
         """Free blocks, the next one to be handed out first."""
-        return self._blank[::-1]
+        return [*reversed(self._blank), *self._cached]
 
     def take(self, count: int) -> list[int]:
         """Hand out `count` blocks with one owner each, or none at all.
@@ -62,15 +69,30 @@ class BlockPool:
         """
         if count > self.num_free:
             raise OutOfBlocks(f"asked for {count} blocks, {self.num_free} are free")
-        blocks = [self._blank.pop() for _ in range(count)]
-        for block in blocks:
+        blocks: list[int] = []
+        for _ in range(count):
+            if self._blank:
+                block = self._blank.pop()
+            else:
+                block, _ = self._cached.popitem(last=False)
+                self.index.discard(block)
             self._owners[block] = 1
+            blocks.append(block)
         return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Become one more owner of each block; the blocks hold content that is in the index."""
+        for block in blocks:
+            assert block in self.index, f"block {block} holds nothing to share"
+            if not self._owners[block]:
+                del self._cached[block]
+            self._owners[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """Give up one ownership per entry; a block that nobody owns becomes free.
 
-        A block may be listed as often as it has owners. Nobody owns the null block.
+        Blocks that are listed first are evicted first. A block may be listed as often as it has
+        owners. Nobody owns the null block.
 
         Raises:
             ValueError: a block is listed more often than it is owned; nothing has changed.
@@ -82,5 +104,15 @@ class BlockPool:
                 raise ValueError(f"block {block} released {times} times, it is owned {owned} times")
         for block in blocks:
             self._owners[block] -= 1
-            if not self._owners[block]:
+            if self._owners[block]:
+                continue
+            if block in self.index:
+                self._cached[block] = None
+            else:
                 self._blank.append(block)
+
+    def forget(self) -> None:
+        """Drop all content from the index; owners keep their blocks."""
+        self._blank += self._cached
+        self._cached.clear()
+        self.index.clear()

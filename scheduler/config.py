@@ -20,6 +20,7 @@ class SchedulerConfig:
         max_num_batched_tokens: most tokens computed in one step.
         max_prefill_chunk: most tokens of one sequence in one step; None for no limit but the
             step's. Smaller chunks let the decodes of a mixed step finish sooner.
+        prefix_caching: whether the keys and values of a prefix seen before are used again.
 
     Raises:
         ValueError: a size is out of range.
@@ -31,6 +32,7 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     max_prefill_chunk: int | None = None
+    prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         if self.block_size not in BLOCK_SIZES:

@@ -22,6 +22,7 @@ def check(scheduler: Scheduler) -> None:
     _check_tables(scheduler, seqs)
     for seq in seqs:
         _check_counters(seq)
+        _check_content(scheduler, seq)
     running = [seq.seq_id for seq in seqs if seq.status is Status.RUNNING]
     waiting = [seq.seq_id for seq in seqs if seq.status is Status.WAITING]
     assert len(running) == scheduler.num_running and len(waiting) == scheduler.num_waiting
@@ -42,6 +43,9 @@ def check_pool(pool: BlockPool, seqs: list[Sequence]) -> None:
     assert len(free) == len(set(free)) == pool.num_free, "a block is free twice"
     assert pool.num_used + pool.num_free == pool.num_blocks - 1, "blocks leaked"
     assert not owners.keys() & set(free), "a block is free and owned"
+    cached = [block in pool.index for block in free]
+    assert cached == sorted(cached), "a cached block would be evicted before a blank one"
+    assert NULL_BLOCK not in pool.index, "the null block is offered as a prefix"
     for block in range(1, pool.num_blocks):
         assert pool.num_owners(block) == owners[block], f"owners of block {block} miscounted"
 
@@ -58,6 +62,17 @@ def _check_tables(scheduler: Scheduler, seqs: list[Sequence]) -> None:
             table = scheduler.blocks.table(seq)
             assert np.array_equal(table[: len(seq.blocks)], seq.blocks)
             assert not table[len(seq.blocks) :].any(), "stale blocks behind the end of a table"
+
+
+def _check_content(scheduler: Scheduler, seq: Sequence) -> None:
+    """The blocks of a sequence hold its own tokens as far as the index knows them."""
+    size = scheduler.config.block_size
+    content = dict(scheduler.blocks.pool.index.items())
+    for at, block in enumerate(seq.blocks):
+        if block in content:
+            assert at < seq.num_indexed, "a block is offered before it is full"
+            tokens = seq.tokens(at * size, (at + 1) * size)
+            assert content[block].tokens == tokens.tobytes(), "a block is offered as another one"
 
 
 def _check_counters(seq: Sequence) -> None:

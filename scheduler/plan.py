@@ -112,6 +112,7 @@ class SeqUpdate(NamedTuple):
         new_token_ids: tokens to append to the output, a stop token included.
         finish_reason: None while the sequence goes on.
         stop_token_id: the token that ended it, if one did.
+        num_cached_tokens: prompt tokens that were found in the prefix cache.
     """
 
     seq_id: int
@@ -119,6 +120,7 @@ class SeqUpdate(NamedTuple):
     new_token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
+    num_cached_tokens: int = 0
 
 
 def _offsets(counts: Int32) -> Int32:

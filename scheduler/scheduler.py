@@ -135,7 +135,14 @@ class Scheduler:
         if seq is None:
             return None
         self._end(seq)
-        return SeqUpdate(seq.seq_id, request_id, [], reason)
+        return SeqUpdate(seq.seq_id, request_id, [], reason, None, seq.num_cached_tokens or 0)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, as when the model's weights have changed.
+
+        Sequences that run go on with the keys and values they have; these are not shared.
+        """
+        self.blocks.reset_prefix_cache(self._running)
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step.
@@ -181,24 +188,32 @@ class Scheduler:
         updates: list[SeqUpdate] = []
         for planned in plan.seqs:
             seq = self._live.get(planned.seq_id)
-            if seq is None or planned.sample_row < 0:
+            if seq is None:
                 continue
-            token = tokens[planned.sample_row]
-            seq.append(token)
-            stop = seq.request.stop
-            if token in stop.stop_token_ids and len(seq.outputs) > stop.min_tokens:
-                updates.append(
-                    SeqUpdate(seq.seq_id, planned.request_id, [token], FinishReason.STOP, token)
-                )
-                self._end(seq)
-            elif seq.num_known >= seq.limit:
-                updates.append(
-                    SeqUpdate(seq.seq_id, planned.request_id, [token], FinishReason.LENGTH)
-                )
-                self._end(seq)
-            else:
-                updates.append(SeqUpdate(seq.seq_id, planned.request_id, [token]))
+            if planned.sample_row >= 0:
+                updates.append(self._take_in(seq, tokens[planned.sample_row]))
+            self.blocks.index_full_blocks(seq)
         return updates
+
+    def _take_in(self, seq: Sequence, token: int) -> SeqUpdate:
+        """Append a token, and end the sequence if that was its last."""
+        seq.append(token)
+        reason = stop_token = None
+        stop = seq.request.stop
+        if token in stop.stop_token_ids and len(seq.outputs) > stop.min_tokens:
+            reason, stop_token = FinishReason.STOP, token
+        elif seq.num_known >= seq.limit:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self._end(seq)
+        return SeqUpdate(
+            seq.seq_id,
+            seq.request.request_id,
+            [token],
+            reason,
+            stop_token,
+            seq.num_cached_tokens or 0,
+        )
 
     def _schedule_running(self, step: StepBuilder) -> list[Sequence]:
         """Plan the running sequences, oldest first; return those preempted for want of blocks."""
@@ -240,7 +255,10 @@ class Scheduler:
         return seq
 
     def _drain(self, seqs: list[Sequence]) -> None:
-        """Free the blocks of sequences that have planned all they need, for the next plan."""
+        """Free the blocks of sequences that have planned all they need, for the next plan.
+
+        A block that is filled up by a token still on the device is not kept as a prefix.
+        """
         for seq in seqs:
             self.blocks.free(seq)
             self._running.remove(seq)

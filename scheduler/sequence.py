@@ -7,6 +7,7 @@ import enum
 import numpy as np
 
 from scheduler.plan import Int32
+from scheduler.prefix_index import ROOT
 from scheduler.request import Request
 
 NO_ROW = -1
@@ -55,16 +56,24 @@ class Sequence:
         blocks: its KV blocks in order.
         capacity: tokens that these blocks hold.
         row: its row of the block table.
+        num_indexed: how many of its first blocks were offered to the prefix index.
+        parent: number of the content of the last of these in the index; None if its blocks must
+            not be indexed.
+        num_cached_tokens: prompt tokens that were found in the cache when it was first admitted;
+            None before that.
     """
 
     __slots__ = (
         "blocks",
         "capacity",
         "limit",
+        "num_cached_tokens",
         "num_computed",
+        "num_indexed",
         "num_known",
         "num_pending",
         "outputs",
+        "parent",
         "pending_row",
         "prompt",
         "request",
@@ -89,6 +98,9 @@ class Sequence:
         self.blocks: list[int] = []
         self.capacity = 0
         self.row = NO_ROW
+        self.num_indexed = 0
+        self.parent: int | None = ROOT
+        self.num_cached_tokens: int | None = None
 
     @property
     def num_tokens(self) -> int:

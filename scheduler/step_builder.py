@@ -45,8 +45,12 @@ class StepBuilder:
         start = seq.num_computed
         end = start + count
         is_last = end == seq.num_known + seq.num_pending
-        unscored = min(end, len(seq.prompt)) - max(start, seq.score_from)
-        num_samples = max(unscored, int(is_last))
+        num_samples = int(is_last)
+        if start < len(seq.prompt):
+            unscored = min(end, len(seq.prompt)) - max(start, seq.score_from)
+            if unscored > 0:
+                num_samples = unscored
+                seq.score_from = end
         feed_row = seq.pending_row if end > seq.num_known else NO_ROW
         sample_row = len(self._decodes) if is_last else NO_ROW
         request_id = seq.request.request_id
@@ -62,8 +66,6 @@ class StepBuilder:
         self._tokens_left -= count
         self._rows_left -= num_samples
         seq.num_computed = end
-        if unscored > 0:
-            seq.score_from = end
         if is_last:
             seq.num_pending += 1
             seq.pending_row = sample_row

@@ -3,16 +3,21 @@
 import pytest
 
 from scheduler import NULL_BLOCK, BlockPool, OutOfBlocks
+from scheduler.prefix_index import PrefixIndex
+
+
+def make_pool(num_blocks: int) -> BlockPool:
+    return BlockPool(num_blocks, PrefixIndex(block_size=16))
 
 
 def test_every_block_but_the_null_block_is_handed_out_once():
-    pool = BlockPool(6)
+    pool = make_pool(6)
     assert sorted(pool.take(5)) == [1, 2, 3, 4, 5]
     assert (pool.num_free, pool.num_used) == (0, 5)
 
 
 def test_take_is_all_or_nothing():
-    pool = BlockPool(4)
+    pool = make_pool(4)
     pool.take(1)
     free = pool.free_blocks()
     with pytest.raises(OutOfBlocks, match="asked for 3 blocks, 2 are free"):
@@ -22,7 +27,7 @@ def test_take_is_all_or_nothing():
 
 
 def test_released_blocks_can_be_taken_again():
-    pool = BlockPool(3)
+    pool = make_pool(3)
     blocks = pool.take(2)
     pool.release(blocks)
     assert [pool.num_owners(block) for block in blocks] == [0, 0]
@@ -32,7 +37,7 @@ def test_released_blocks_can_be_taken_again():
 @pytest.mark.parametrize("extra", [[3], [3, 3], [1, 1], [2, 1, 2], [99], [-1]])
 def test_releasing_more_often_than_owned_changes_nothing(extra: list[int]):
     """BM12, BM13: a block given back twice would later have two owners."""
-    pool = BlockPool(5)
+    pool = make_pool(5)
     assert pool.take(2) == [1, 2]
     free = pool.free_blocks()
     with pytest.raises(ValueError, match=r"block -?\d+ released \d times, it is owned \d times"):
@@ -44,7 +49,7 @@ def test_releasing_more_often_than_owned_changes_nothing(extra: list[int]):
 @pytest.mark.parametrize("blocks", [[NULL_BLOCK], [NULL_BLOCK, 4], [4, NULL_BLOCK]])
 def test_the_null_block_cannot_be_released(blocks: list[int]):
     """BM13: a placeholder among the blocks must not enter the free list."""
-    pool = BlockPool(6)
+    pool = make_pool(6)
     pool.take(5)
     with pytest.raises(ValueError, match="block 0 released 1 times, it is owned 0 times"):
         pool.release(blocks)
@@ -53,4 +58,4 @@ def test_the_null_block_cannot_be_released(blocks: list[int]):
 
 def test_a_pool_of_nothing_but_the_null_block_is_refused():
     with pytest.raises(ValueError, match="at least 2 blocks, got num_blocks=1"):
-        BlockPool(1)
+        make_pool(1)

@@ -9,7 +9,7 @@ from tests.support.drive import Driver, expected_tokens, request
 pytestmark = pytest.mark.parametrize("pipelined", [True, False], ids=["pipelined", "synchronous"])
 
 
-def make(num_blocks: int, pipelined: bool, **options: int) -> Driver:
+def make(num_blocks: int, pipelined: bool, **options: int | bool) -> Driver:
     """A driver whose pool has `num_blocks` blocks besides the null block."""
     sizes = {"num_blocks": num_blocks + 1, "max_model_len": 2048} | options
     return Driver(SchedulerConfig(**sizes), pipelined)
@@ -84,7 +84,7 @@ def test_preemption_loses_and_repeats_no_token(pipelined: bool, num_blocks: int)
 
 def test_a_resumed_sequence_is_one_prefill_of_prompt_and_outputs(pipelined: bool):
     """SC11: having outputs does not make a sequence a decode."""
-    driver = make(7, pipelined, max_prefill_chunk=16)
+    driver = make(7, pipelined, max_prefill_chunk=16, prefix_caching=False)
     driver.add(request("old", 54, 20), request("young", 30, 40))
     driver.run()
     driver.verify()

@@ -26,6 +26,7 @@ def random_config(rng: np.random.Generator) -> SchedulerConfig:
         max_num_batched_tokens=int(rng.choice([1, 7, 16, 50, 200])),
         max_model_len=int(rng.integers(2, 200)),
         max_prefill_chunk=None if rng.random() < 0.3 else int(rng.integers(1, 40)),
+        prefix_caching=bool(rng.random() < 0.7),
     )
 
 
@@ -49,6 +50,8 @@ def random_operation(driver: Driver, rng: np.random.Generator, prompts: list[lis
                 prompt_logprobs=bool(rng.random() < 0.15),
             )
         )
+    elif dice < 0.122:
+        scheduler.reset_prefix_cache()
     elif dice < 0.15 and driver.requests:
         seq_id = int(rng.integers(max(0, len(driver.requests) - 12), len(driver.requests)))
         driver.finish(driver.requests[seq_id].request_id)

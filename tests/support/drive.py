@@ -24,6 +24,7 @@ from scheduler import (
     StopRules,
     invariants,
 )
+from scheduler.prefix_index import PrefixIndex
 
 VOCAB = 997
 _WEIGHTS = np.random.default_rng(0).integers(1, 2**62, size=1 << 16, dtype=np.uint64)
@@ -90,6 +91,16 @@ class HashModel:
         samples = [token for row in range(len(plan.seqs)) for token in self._read(plan, row)]
         self._last_samples = np.array(samples, np.int32)
         return self._last_samples.copy()
+
+    def check_content(self, index: PrefixIndex) -> None:
+        """Whatever is offered as a prefix has been written, at the positions of a full block."""
+        size = self._block_size
+        for block, key in index.items():
+            slots = slice(block * size, (block + 1) * size)
+            assert self._tokens[slots].astype(np.int32).tobytes() == key.tokens
+            first = self._positions[slots][0]
+            assert first % size == 0
+            assert np.array_equal(self._positions[slots], np.arange(first, first + size))
 
     def _read(self, plan: StepPlan, row: int) -> list[int]:
         planned = plan.seqs[row]
@@ -219,3 +230,4 @@ class Driver:
     def _check(self) -> None:
         if self.check:
             invariants.check(self.scheduler)
+            self.model.check_content(self.scheduler.blocks.pool.index)

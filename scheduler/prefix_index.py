@@ -1,0 +1,109 @@
+"""Which block holds the keys and values of which tokens.
+
+The keys and values of a block depend on its own tokens and on all tokens before them. Content is
+therefore named by a chain: each full block that is indexed gets a fresh number, and the next
+block of the chain is indexed under (number of the block before it, own tokens). Both are compared
+in full when a block is looked up, so two prefixes share a block only if all their tokens are
+equal; a hash collision costs time and nothing else. Numbers are never used again, so nothing can
+be found behind a block that has been evicted.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from scheduler.plan import Int32
+
+ROOT = 0
+"""Stands for the block before the first one."""
+
+
+class BlockKey(NamedTuple):
+    """What a full block holds.
+
+    Attributes:
+        parent: number of the content before it.
+        tokens: its int32 token ids, as bytes.
+    """
+
+    parent: int
+    tokens: bytes
+
+
+class PrefixIndex:
+    """Finds blocks by the tokens from the start of the sequence up to their end.
+
+    Args:
+        block_size: tokens per block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._blocks: dict[BlockKey, int] = {}
+        self._keys: dict[int, BlockKey] = {}
+        self._numbers: dict[int, int] = {}
+        self._next_number = ROOT + 1
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def number(self, block: int) -> int:
+        """Number of the content of an indexed block."""
+        return self._numbers[block]
+
+    def items(self) -> list[tuple[int, BlockKey]]:
+        """Every indexed block with what it holds."""
+        return list(self._keys.items())
+
+    def find(self, tokens: Int32) -> list[int]:
+        """The blocks that hold the longest indexed prefix of `tokens`, in order.
+
+        Only full blocks are ever indexed, so the result covers a multiple of `block_size` tokens.
+        """
+        found: list[int] = []
+        parent = ROOT
+        for start in range(0, len(tokens) - self._block_size + 1, self._block_size):
+            key = BlockKey(parent, tokens[start : start + self._block_size].tobytes())
+            block = self._blocks.get(key)
+            if block is None:
+                break
+            found.append(block)
+            parent = self._numbers[block]
+        return found
+
+    def add(self, block: int, parent: int, tokens: Int32) -> int:
+        """Index a full block, unless another block with the same content is indexed.
+
+        Args:
+            block: a block that is not indexed.
+            parent: number of the content before it, ROOT if there is none.
+            tokens: its token ids, int32[block_size].
+
+        Returns:
+            The number of the content, to be the parent of the next block.
+        """
+        key = BlockKey(parent, tokens.tobytes())
+        twin = self._blocks.get(key)
+        if twin is not None:
+            return self._numbers[twin]
+        number = self._next_number
+        self._next_number += 1
+        self._blocks[key] = block
+        self._keys[block] = key
+        self._numbers[block] = number
+        return number
+
+    def discard(self, block: int) -> None:
+        """The block will hold something else; does nothing if it is not indexed."""
+        key = self._keys.pop(block, None)
+        if key is not None:
+            del self._blocks[key], self._numbers[block]
+
+    def clear(self) -> None:
+        """Forget all content."""
+        self._blocks.clear()
+        self._keys.clear()
+        self._numbers.clear()
