@@ -1,6 +1,7 @@
 """Attention: project, normalise, rotate, attend over whatever memory is given, project back."""
 
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,45 @@ from pagedjax.layers.norms import RMSNorm
 from pagedjax.layers.rope import Rotation
 from pagedjax.models.arch import ArchConfig
 
-# (queries [tokens, q_heads, head_dim], keys and values [tokens, kv_heads, head_dim] of the same
-# tokens, the layer's sliding window) -> [tokens, q_heads, head_dim]. Where the keys and values of
-# earlier tokens come from (a paged pool, or nowhere) is the callee's affair.
-Attend = Callable[[jax.Array, jax.Array, jax.Array, int | None], jax.Array]
+
+class Memory(Protocol):
+    """Where one layer's keys and values of earlier tokens are; a pytree.
+
+    A paged pool, or nothing beyond the sequence itself: attention does not know which.
+    """
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None
+    ) -> tuple[jax.Array, Self]:
+        """Remember the new tokens' keys and values, and attend to all that may be seen.
+
+        Args:
+            q: rotated queries `[tokens, q_heads, head_dim]`.
+            k: rotated keys of the same tokens, `[tokens, kv_heads, head_dim]`.
+            v: their values, `[tokens, kv_heads, head_dim]`.
+            window: latest positions that a query sees, itself included; None for all.
+
+        Returns:
+            `[tokens, q_heads, head_dim]`, and the memory as it is now.
+        """
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class WithinSequence:
+    """The memory of the plain forward: one whole sequence, attending causally to itself."""
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None
+    ) -> tuple[jax.Array, "WithinSequence"]:
+        """See `Memory.attend`; nothing needs remembering."""
+        reach = None if window is None else (window - 1, 0)
+        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=reach)
+        return mixed, self
+
+
+MemoryT = TypeVar("MemoryT", bound=Memory)
 
 
 class Attention(nnx.Module):
@@ -48,9 +84,9 @@ class Attention(nnx.Module):
         self.window = window
 
     def __call__(
-        self, x: Float[Array, "tokens embed"], rotate: Rotation, attend: Attend
-    ) -> Float[Array, "tokens embed"]:
-        """Mix information between tokens through `attend`."""
+        self, x: Float[Array, "tokens embed"], rotate: Rotation, memory: MemoryT
+    ) -> tuple[Float[Array, "tokens embed"], MemoryT]:
+        """Mix information between tokens; returns the output and the memory as it is now."""
         arch = self.arch
         qkv = project(x, self.qkv[...])  # [tokens, kv_heads, group + 2, head_dim]
         if arch.qkv_bias:
@@ -59,13 +95,6 @@ class Attention(nnx.Module):
         k, v = qkv[:, :, arch.group], qkv[:, :, arch.group + 1]
         if arch.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        mixed = attend(rotate(q), rotate(k), v, self.window)
+        mixed, memory = memory.attend(rotate(q), rotate(k), v, window=self.window)
         out = project(mixed, self.out[...], contract=2)
-        return out + self.out_bias[...][None] if arch.out_bias else out
-
-
-def attend_within(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
-    """Causal attention of one whole sequence to itself: the `Attend` of the plain forward."""
-    return jax.nn.dot_product_attention(
-        q, k, v, is_causal=True, local_window_size=None if window is None else (window - 1, 0)
-    )
+        return (out + self.out_bias[...][None] if arch.out_bias else out), memory

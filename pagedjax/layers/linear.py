@@ -1,5 +1,7 @@
 """The matrix products of the model, and the one place that says how they are computed."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -27,13 +29,15 @@ def project(
     Returns:
         `[tokens, out...]`.
     """
-    x_axes = tuple(range(x.ndim - contract, x.ndim))
-    w_axes = tuple(range(weight.ndim - contract, weight.ndim))
+    inner = weight.shape[weight.ndim - contract :]
+    outer = weight.shape[: weight.ndim - contract]
+    # As plain matrices: XLA copies a weight with several outer or inner axes on every call.
     out = jax.lax.dot_general(
-        x,
-        weight,
-        dimension_numbers=((x_axes, w_axes), ((), ())),
+        x.reshape(x.shape[0], math.prod(inner)),
+        weight.reshape(math.prod(outer), math.prod(inner)),
+        dimension_numbers=(((1,), (1,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
+    out = out.reshape(x.shape[0], *outer)
     return out.astype(out_dtype or x.dtype)

@@ -1,18 +1,18 @@
 """The one decoder for all families, driven by `ArchConfig`.
 
 The paged step and the plain differentiable forward run the same `hidden`; they differ only in
-the `attend` they pass. A researcher trains with the one and serves with the other, on the very
+the memories they pass. A researcher trains with the one and serves with the other, on the very
 same parameters.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from pagedjax.layers.attention import Attend, Attention, attend_within
+from pagedjax.layers.attention import Attention, MemoryT, WithinSequence
 from pagedjax.layers.linear import project
 from pagedjax.layers.mlp import MLP
 from pagedjax.layers.norms import RMSNorm
@@ -40,11 +40,23 @@ class Layer(nnx.Module):
         self.mlp = MLP(arch, rngs=rngs, dtype=dtype)
 
     def __call__(
-        self, x: Float[Array, "tokens embed"], rotate: Rotation, attend: Attend
-    ) -> Float[Array, "tokens embed"]:
-        """One layer's update of the residual stream."""
-        x = x + self.attention(self.attention_norm(x), rotate, attend)
-        return x + self.mlp(self.mlp_norm(x))
+        self, x: Float[Array, "tokens embed"], rotate: Rotation, memory: MemoryT
+    ) -> tuple[Float[Array, "tokens embed"], MemoryT]:
+        """One layer's update of the residual stream, and of its memory."""
+        mixed, memory = self.attention(self.attention_norm(x), rotate, memory)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), memory
+
+
+@jax.jit
+def run_layer(
+    layer: Layer, x: jax.Array, rotate: Rotation, memory: MemoryT
+) -> tuple[jax.Array, MemoryT]:
+    """`layer(x, rotate, memory)`, traced once for all layers that are alike.
+
+    XLA inlines the calls, so this saves tracing and lowering time and changes no step.
+    """
+    return layer(x, rotate, memory)
 
 
 class Decoder(nnx.Module):
@@ -71,7 +83,8 @@ class Decoder(nnx.Module):
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
 
         def one(row: jax.Array) -> jax.Array:
-            return self.logits(self.hidden(row, positions, lambda layer: attend_within))
+            memories = [WithinSequence() for _ in self.layers]
+            return self.logits(self.hidden(row, positions, memories)[0])
 
         return jax.vmap(one)(tokens)
 
@@ -79,8 +92,8 @@ class Decoder(nnx.Module):
         self,
         tokens: Int[Array, " tokens"],
         positions: Int[Array, " tokens"],
-        attend_of: Callable[[int], Attend],
-    ) -> Float[Array, "tokens embed"]:
+        memories: Sequence[MemoryT],
+    ) -> tuple[Float[Array, "tokens embed"], list[MemoryT]]:
         """Run the layers over a flat row of tokens, of one sequence or of many.
 
         The layers are unrolled in Python: a scan over them would copy the cache or keep the
@@ -89,16 +102,18 @@ class Decoder(nnx.Module):
         Args:
             tokens: token ids.
             positions: each token's position in its own sequence.
-            attend_of: gives layer `i` its way to attend.
+            memories: each layer's keys and values of earlier tokens.
 
         Returns:
-            The normalised residual stream, ready for `logits`.
+            The normalised residual stream, ready for `logits`, and the memories as they are now.
         """
         x = self.embed.table[...][tokens]
         rotate = Rotation.at(positions, self.arch.rope, self.arch.head_dim)
-        for index, layer in enumerate(self.layers):
-            x = layer(x, rotate, attend_of(index))
-        return self.norm(x)
+        after = []
+        for layer, memory in zip(self.layers, memories, strict=True):
+            x, memory = run_layer(layer, x, rotate, memory)
+            after.append(memory)
+        return self.norm(x), after
 
     def logits(self, hidden: Float[Array, "rows embed"]) -> Float[Array, "rows vocab"]:
         """Unnormalised log-probabilities of the next token, float32."""

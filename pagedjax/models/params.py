@@ -5,6 +5,7 @@ training loop hands over: swapping weights is swapping a reference. Names, shape
 all follow from the module's own declarations.
 """
 
+import functools
 from collections.abc import Mapping
 
 import jax
@@ -17,6 +18,7 @@ from pagedjax.models.decoder import Decoder
 Params = Mapping[str, jax.Array]
 
 
+@functools.cache
 def _abstract(arch: ArchConfig) -> tuple[nnx.GraphDef, nnx.State]:
     return nnx.split(nnx.eval_shape(lambda: Decoder(arch, rngs=nnx.Rngs(params=0))))
 

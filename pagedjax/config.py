@@ -1,0 +1,117 @@
+"""How an engine is set up: one frozen record, checked when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from scheduler.config import BLOCK_SIZES
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def cache_home() -> Path:
+    """The user's cache directory for this project."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "pagedjax"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Options of `LLM`, `AsyncLLM` and `Engine`.
+
+    Attributes:
+        dtype: of weights, activations and KV cache. "auto" is the checkpoint's own on a GPU and
+            float32 on a CPU, where bfloat16 arithmetic is emulated and slow.
+        block_size: tokens per KV block: 16, 32, 64 or 128. Larger blocks mean shorter tables and
+            more waste in each sequence's last block.
+        num_blocks: blocks of the KV pool, the null block included. None sizes the pool by
+            `memory_fraction`.
+        memory_fraction: share of the device's memory that weights and KV pool together may take;
+            of a CPU's memory, the share that the KV pool may take. None is 0.9 of a GPU and 0.1 of
+            a CPU's memory.
+        max_model_len: longest sequence in tokens, prompt and output together. None is what the
+            checkpoint states; the pool's capacity limits it further.
+        max_num_seqs: sequences in one step, and rows sampled in it. None: 256 on a GPU, 32 on a
+            CPU.
+        max_num_batched_tokens: tokens computed in one step, over all sequences. None: 2048 on a
+            GPU, 512 on a CPU.
+        max_prefill_chunk: most tokens of one sequence in one step; None: only the step's budget
+            limits it.
+        bucket_growth: ratio of neighbouring step sizes that are compiled. None: 2 on a GPU; 4 on a
+            CPU, where a compile costs more than its padding.
+        prefix_caching: whether finished blocks are kept and found again by later prompts that
+            begin with the same tokens.
+        max_logprobs: most alternatives per token that a request may ask for.
+        seed: where the seeds of requests that bring none are drawn from.
+        implementation: backend of the paged operations by name; None picks one for the device.
+        warm_up: compile every step at start, so that none is compiled later. Without it each
+            step is compiled when first needed, and counted.
+        compilation_cache: keep compiled steps in the user's cache directory, unless JAX already
+            has a persistent compilation cache configured.
+    """
+
+    dtype: str = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_fraction: float | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_prefill_chunk: int | None = None
+    bucket_growth: int | None = None
+    prefix_caching: bool = True
+    max_logprobs: int = 20
+    seed: int = 0
+    implementation: str | None = None
+    warm_up: bool = True
+    compilation_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {DTYPES}, got {self.dtype!r}")
+        if self.block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {self.block_size}")
+        if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
+            raise ValueError(f"memory_fraction must be in (0, 1], got {self.memory_fraction}")
+        least = {
+            "num_blocks": 2,  # the null block and one that holds data
+            "max_model_len": 2,
+            "max_num_seqs": 1,
+            "max_num_batched_tokens": 1,
+            "max_prefill_chunk": 1,
+            "bucket_growth": 2,
+            "max_logprobs": 0,
+        }
+        for name, floor in least.items():
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or value < floor):
+                raise ValueError(f"{name} must be at least {floor}, got {value!r}")
+
+    def resolved(self, *, platform: str, max_positions: int) -> EngineConfig:
+        """Every choice left open made, for a device platform and a checkpoint's context length.
+
+        Raises:
+            ValueError: `max_model_len` exceeds the checkpoint's context length.
+        """
+        length = self.max_model_len or max_positions
+        if length > max_positions:
+            raise ValueError(f"max_model_len is {length}, the model states {max_positions}")
+        on_cpu = platform == "cpu"
+        seqs = self.max_num_seqs or (32 if on_cpu else 256)
+        tokens = self.max_num_batched_tokens or (512 if on_cpu else 2048)
+        if tokens < seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {tokens}, below max_num_seqs {seqs}: "
+                "a step could not hold one token of every sequence"
+            )
+        return dataclasses.replace(
+            self,
+            memory_fraction=self.memory_fraction or (0.1 if on_cpu else 0.9),
+            max_model_len=length,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=tokens,
+            bucket_growth=self.bucket_growth or (4 if on_cpu else 2),
+        )

@@ -1,0 +1,344 @@
+"""The loop: the scheduler decides, the runner computes, requests get their tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pagedjax.config import EngineConfig
+from pagedjax.engine.batch import pack_inputs, sampled_positions
+from pagedjax.engine.compilation_cache import enable_compilation_cache
+from pagedjax.engine.kv_pool import blocks_that_fit, kv_spec
+from pagedjax.engine.logprobs import HostSamples
+from pagedjax.engine.requests import Completion, LiveRequest, PromptTarget
+from pagedjax.engine.runner import ModelRunner
+from pagedjax.engine.sampler import SampleOutputs
+from pagedjax.engine.sampling_records import SamplingRecords
+from pagedjax.engine.stats import EngineStats
+from pagedjax.outputs import RequestOutput, Timings
+from pagedjax.sampling_params import SamplingParams
+from pagedjax.tokenizer import TextStream, Tokenizer
+from scheduler import (
+    FinishReason,
+    Request,
+    Scheduler,
+    SchedulerConfig,
+    SeqUpdate,
+    StepPlan,
+    StopRules,
+)
+
+if TYPE_CHECKING:
+    from pagedjax.loading import LoadedModel
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A step that was launched and whose tokens have not been read."""
+
+    plan: StepPlan
+    samples: SampleOutputs
+    targets: list[PromptTarget]
+
+
+class Engine:
+    """Serves many requests at once on one device. Not thread-safe: one thread calls it.
+
+    `step` launches one step and reads the tokens of the step before, so that the host plans while
+    the device computes. The outputs it returns are deltas.
+
+    Args:
+        model: architecture, parameters and generation defaults.
+        tokenizer: turns tokens into text; None leaves every text empty and refuses stop strings.
+        config: options; what is left open in them is settled for the device.
+        progress: called with (steps compiled, steps in all) during warm-up.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        tokenizer: Tokenizer | None,
+        config: EngineConfig,
+        progress: Callable[[int, int], None] | None = None,
+    ):
+        if config.compilation_cache:
+            enable_compilation_cache()
+        arch = model.arch
+        table = model.params["embed.table"]
+        device = next(iter(table.devices()))
+        config = config.resolved(platform=device.platform, max_positions=arch.max_positions)
+        num_blocks = blocks_that_fit(arch, config, dtype=table.dtype, device=device)
+        self.config = dataclasses.replace(config, num_blocks=num_blocks)
+        self.arch = arch
+        self.tokenizer = tokenizer
+        self.generation = model.generation
+        self._scheduler = Scheduler(scheduler_config(self.config))
+        self._runner = ModelRunner(
+            arch,
+            model.params,
+            kv_spec(arch, config, num_blocks=num_blocks, dtype=table.dtype),
+            self.config,
+            max_blocks_per_seq=self._scheduler.config.max_blocks_per_seq,
+        )
+        self._records = SamplingRecords()
+        self._live: dict[str, LiveRequest] = {}
+        self._by_key: dict[str, tuple[LiveRequest, Completion]] = {}
+        self._in_flight: InFlight | None = None
+        self._news: dict[str, LiveRequest] = {}  # an ordered set: requests with a delta to take
+        self._seeds = random.Random(config.seed)
+        self._serial = self._steps = self._prompt_tokens = self._generated_tokens = 0
+        self._blocks_peak = 0
+        if config.warm_up:
+            self._runner.warm_up(progress)
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence served, in tokens, prompt and output together."""
+        return self._scheduler.max_seq_len
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything left to bring."""
+        return bool(self._live or self._news)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+    ) -> None:
+        """Queue a request; `step` brings its outputs.
+
+        Args:
+            request_id: the caller's name for it, unique among live requests.
+            prompt: its text, only to be repeated in the outputs.
+            prompt_token_ids: what the model reads.
+            params: how to sample and when to stop.
+
+        Raises:
+            ValueError: the request can not be served; nothing has been queued.
+        """
+        self._check(request_id, prompt_token_ids, params)
+        token_ids = tuple(prompt_token_ids)
+        live = LiveRequest(
+            request_id=request_id,
+            prompt=prompt,
+            prompt_token_ids=token_ids,
+            params=params,
+            timings=Timings(arrived=time.monotonic()),
+        )
+        eos_ids = () if params.ignore_eos else self.generation.eos_ids
+        stop = StopRules(
+            max_tokens=params.max_tokens or self.max_model_len,
+            min_tokens=params.min_tokens,
+            stop_token_ids=frozenset((*params.stop_token_ids, *eos_ids)),
+        )
+        seed = self._seeds.getrandbits(32) if params.seed is None else params.seed
+        for index in range(params.n):
+            record = self._records.add(
+                params,
+                seed=seed,
+                sample_index=index,
+                prompt_len=len(token_ids),
+                stop_ids=stop.stop_token_ids,
+            )
+            key = f"{self._serial}.{index}"
+            try:
+                self._scheduler.add(
+                    Request(
+                        request_id=key,
+                        prompt_token_ids=token_ids,
+                        stop=stop,
+                        prompt_logprobs=params.prompt_logprobs is not None and index == 0,
+                    )
+                )
+            except ValueError:
+                # Samples differ in nothing that is checked, so only the first can be refused.
+                self._records.remove(record)
+                raise
+            text = None
+            if self.tokenizer is not None:
+                text = TextStream.for_params(self.tokenizer, params)
+            completion = Completion(key=key, index=index, record=record, text=text)
+            live.completions.append(completion)
+            self._by_key[key] = live, completion
+        self._live[request_id] = live
+        self._serial += 1
+        self._prompt_tokens += len(token_ids)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; the next `step` brings its last output. Unknown ids are ignored."""
+        live = self._live.get(request_id)
+        if live is None:
+            return
+        for completion in live.completions:
+            if completion.finish_reason is None:
+                self._scheduler.abort(completion.key)
+                self._end(live, completion)
+                held = completion.text.flush() if completion.text is not None else ""
+                completion.tell(held, (), None, "abort")
+        self._note(live)
+
+    def step(self) -> list[RequestOutput]:
+        """Launch the next step, read the one before; returns deltas of the requests with news."""
+        plan = self._scheduler.schedule()
+        previous, self._in_flight = self._in_flight, self._launch(plan) if plan else None
+        if previous is not None:
+            self._take_in(previous)
+        self._blocks_peak = max(self._blocks_peak, self._scheduler.num_used_blocks)
+        deltas = [live.take_delta() for live in self._news.values()]
+        self._news.clear()
+        return [delta for delta in deltas if delta is not None]
+
+    def stats(self) -> EngineStats:
+        """Figures as of now."""
+        scheduler = self._scheduler
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            blocks_used=scheduler.num_used_blocks,
+            blocks_peak=self._blocks_peak,
+            blocks_total=scheduler.config.num_blocks - 1,
+            preemptions=scheduler.num_preemptions,
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            compiles_after_warmup=self._runner.compiles_after_warmup,
+        )
+
+    def _check(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> None:
+        if request_id in self._live:
+            raise ValueError(f"request id {request_id!r} is in use by an unfinished request")
+        if not len(prompt_token_ids):
+            raise ValueError("the prompt is empty; at least one token is needed")
+        low, high = min(prompt_token_ids), max(prompt_token_ids)
+        if low < 0 or high >= self.arch.vocab:
+            raise ValueError(
+                f"token ids must be in 0 .. {self.arch.vocab - 1}, got {low if low < 0 else high}"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(params, name)
+            if wanted is not None and wanted > self.config.max_logprobs:
+                raise ValueError(
+                    f"{name} is {wanted}, the engine reports at most {self.config.max_logprobs}"
+                )
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop strings need a tokenizer, got {params.stop!r} without one")
+        outside = [i for i in params.stop_token_ids if i >= self.arch.vocab]
+        if outside:
+            raise ValueError(f"stop_token_ids must be below {self.arch.vocab}, got {outside}")
+
+    def _launch(self, plan: StepPlan) -> InFlight:
+        now = time.monotonic()
+        members = [self._by_key[seq.request_id] for seq in plan.seqs]
+        for live, _ in members:
+            if live.timings.scheduled is None:
+                live.stamp(scheduled=now)
+        positions = sampled_positions(plan)
+        owners = np.repeat(np.arange(len(members)), plan.sample_counts)
+        rows = np.array([completion.record for _, completion in members], np.int64)
+        records = self._records.gather(rows[owners], positions)
+        targets = [
+            PromptTarget(members[owners[row]][0], int(row), int(positions[row]))
+            for row in np.flatnonzero(positions < records["prompt_len"])
+        ]
+        bucket = self._runner.buckets.fit(tokens=plan.num_tokens, seqs=len(plan.seqs))
+        packed = pack_inputs(
+            plan,
+            self._runner.layout(bucket),
+            records,
+            targets,
+            block_size=self.config.block_size,
+        )
+        samples = self._runner.launch(bucket, packed, greedy=bool(records["plain"].all()))
+        self._steps += 1
+        return InFlight(plan, samples, targets)
+
+    def _take_in(self, step: InFlight) -> None:
+        """Read a step's tokens and tell the requests."""
+        samples = HostSamples.read(step.samples)
+        now = time.monotonic()
+        for target in step.targets:
+            live, num_top = target.request, target.request.params.prompt_logprobs
+            if self._live.get(live.request_id) is live and num_top is not None:
+                live.tell_prompt(samples.logprobs_at(target.row, target.token_id, num_top))
+                self._note(live)
+        rows = {seq.request_id: seq.sample_row for seq in step.plan.seqs}
+        updates = self._scheduler.update(step.plan, samples.token_ids[: step.plan.num_samples])
+        for update in updates:
+            live, completion = self._by_key[update.request_id]
+            if live.timings.first_token is None:
+                live.stamp(first_token=now)
+                live.begin_prompt_news()
+            self._tell_tokens(live, completion, update, samples, rows[update.request_id])
+            self._generated_tokens += len(update.new_token_ids)
+            if completion.finish_reason is not None:
+                self._end(live, completion)
+            self._note(live)
+
+    def _tell_tokens(
+        self,
+        live: LiveRequest,
+        completion: Completion,
+        update: SeqUpdate,
+        samples: HostSamples,
+        row: int,
+    ) -> None:
+        """Put a completion's new token into words; a stop string found in them ends it."""
+        params, stream = live.params, completion.text
+        reason = update.finish_reason
+        text, stop_string = "", None
+        if stream is not None:
+            silent = update.stop_token_id is not None and not params.include_stop_str_in_output
+            if not silent:
+                text, stop_string = stream.push(update.new_token_ids)
+            if stop_string is not None and reason is None:
+                self._scheduler.finish(completion.key, FinishReason.STOP)
+            if stop_string is not None:
+                reason = FinishReason.STOP
+            if reason is not None:
+                text += stream.flush()
+        logprobs = None
+        if params.logprobs is not None:
+            logprobs = (samples.logprobs_at(row, update.new_token_ids[-1], params.logprobs),)
+        completion.tell(
+            text,
+            tuple(update.new_token_ids),
+            logprobs,
+            reason.value if reason is not None else None,
+            stop_string if stop_string is not None else update.stop_token_id,
+        )
+
+    def _note(self, live: LiveRequest) -> None:
+        self._news[live.request_id] = live
+
+    def _end(self, live: LiveRequest, completion: Completion) -> None:
+        """Forget a completion that has ended, and its request once all have."""
+        del self._by_key[completion.key]
+        self._records.remove(completion.record)
+        others = (c for c in live.completions if c is not completion)
+        if all(c.finish_reason is not None for c in others):
+            live.stamp(finished=time.monotonic())
+            del self._live[live.request_id]
+
+
+def scheduler_config(config: EngineConfig) -> SchedulerConfig:
+    """The scheduler's part of resolved options."""
+    assert config.num_blocks and config.max_model_len
+    assert config.max_num_seqs and config.max_num_batched_tokens
+    return SchedulerConfig(
+        num_blocks=config.num_blocks,
+        max_model_len=config.max_model_len,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_prefill_chunk=config.max_prefill_chunk,
+    )

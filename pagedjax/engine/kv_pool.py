@@ -1,0 +1,122 @@
+"""The pooled KV cache: how large it is, and its arrays."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pagedjax.config import EngineConfig
+from pagedjax.models.arch import ArchConfig
+
+# One array per layer, `[blocks, 2, kv_heads, block_size, head_dim]`: a list rather than one array
+# with a layer axis, so that each is updated in place without slicing a larger one.
+KVPool = list[jax.Array]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVSpec:
+    """Shape of the pool.
+
+    Attributes:
+        layers: number of arrays.
+        num_blocks: physical blocks, block 0 (the null block, for padding) included.
+        kv_heads: key/value heads.
+        block_size: tokens per block.
+        head_dim: width of a head.
+        dtype: of keys and values.
+    """
+
+    layers: int
+    num_blocks: int
+    kv_heads: int
+    block_size: int
+    head_dim: int
+    dtype: np.dtype
+
+    @property
+    def layer_shape(self) -> tuple[int, int, int, int, int]:
+        """`[blocks, 2, kv_heads, block_size, head_dim]`; keys at 0 and values at 1 of axis 1."""
+        return (self.num_blocks, 2, self.kv_heads, self.block_size, self.head_dim)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        per_layer = 2 * self.kv_heads * self.block_size * self.head_dim
+        return self.layers * per_layer * self.dtype.itemsize
+
+    def create(self) -> KVPool:
+        """Zeroed arrays on the default device."""
+        return [jnp.zeros(self.layer_shape, self.dtype) for _ in range(self.layers)]
+
+
+def kv_spec(arch: ArchConfig, config: EngineConfig, *, num_blocks: int, dtype: np.dtype) -> KVSpec:
+    """The pool of `arch` with `num_blocks` blocks."""
+    return KVSpec(
+        layers=arch.layers,
+        num_blocks=num_blocks,
+        kv_heads=arch.kv_heads,
+        block_size=config.block_size,
+        head_dim=arch.head_dim,
+        dtype=dtype,
+    )
+
+
+def blocks_that_fit(
+    arch: ArchConfig, config: EngineConfig, *, dtype: np.dtype, device: jax.Device
+) -> int:
+    """Size of the pool in blocks: given, or what the memory fraction leaves.
+
+    On a GPU the fraction covers everything this process holds, the weights that are there already
+    and a step's activations included. The pool never exceeds what `max_num_seqs` sequences of
+    `max_model_len` tokens can use.
+
+    Args:
+        arch: the model.
+        config: resolved options.
+        dtype: of the KV cache.
+        device: where the pool will be.
+
+    Raises:
+        ValueError: not even one block of data fits.
+    """
+    if config.num_blocks is not None:
+        return config.num_blocks
+    assert config.max_model_len and config.max_num_seqs and config.memory_fraction
+    budget = _memory_budget(arch, config, dtype=dtype, device=device)
+    block_bytes = kv_spec(arch, config, num_blocks=1, dtype=dtype).block_bytes
+    useful = 1 + config.max_num_seqs * -(-config.max_model_len // config.block_size)
+    fitting = min(budget // block_bytes, useful)
+    if fitting < 2:
+        raise ValueError(
+            f"the KV pool needs at least 2 blocks of {block_bytes} bytes; memory_fraction "
+            f"{config.memory_fraction} leaves {max(budget, 0)} bytes"
+        )
+    return fitting
+
+
+def _memory_budget(
+    arch: ArchConfig, config: EngineConfig, *, dtype: np.dtype, device: jax.Device
+) -> int:
+    fraction = config.memory_fraction or 0.0
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats is None:
+        return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * fraction)
+    activations = step_activation_bytes(arch, config, dtype=dtype)
+    return int(stats["bytes_limit"] * fraction) - stats["bytes_in_use"] - activations
+
+
+def step_activation_bytes(arch: ArchConfig, config: EngineConfig, *, dtype: np.dtype) -> int:
+    """Upper estimate of a step's temporary memory, in bytes.
+
+    Per token, a layer holds the residual stream twice, the fused qkv, the attention output in
+    float32 and the MLP's gate, up and product; per sampled row, float32 logits four times
+    (raw, processed, noise, a sorted or masked copy).
+    """
+    heads = arch.kv_heads * (arch.group + 2) + 2 * arch.q_heads
+    per_token = (2 * arch.embed + heads * arch.head_dim + 3 * arch.mlp) * max(dtype.itemsize, 4)
+    assert config.max_num_batched_tokens and config.max_num_seqs
+    return config.max_num_batched_tokens * per_token + config.max_num_seqs * arch.vocab * 16

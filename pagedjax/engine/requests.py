@@ -1,0 +1,129 @@
+"""What the engine remembers of a request while it lives, and how its news is put into words."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from pagedjax.outputs import CompletionOutput, FinishReason, RequestOutput, Timings, TokenLogprobs
+from pagedjax.sampling_params import SamplingParams
+from pagedjax.tokenizer import TextStream
+
+
+@dataclass(slots=True, kw_only=True)
+class Completion:
+    """One of a request's `n` samples: a sequence of the scheduler's.
+
+    Attributes:
+        key: the sequence's name in the scheduler.
+        index: which of the samples.
+        record: its row in the engine's sampling records.
+        text: turns tokens into text; None for an engine without a tokenizer.
+        finish_reason: None while it goes on.
+        news: what has come since the last delta.
+    """
+
+    key: str
+    index: int
+    record: int
+    text: TextStream | None
+    finish_reason: FinishReason | None = None
+    news: CompletionOutput | None = None
+
+    def tell(
+        self,
+        text: str,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...] | None,
+        finish_reason: FinishReason | None,
+        stop_reason: int | str | None = None,
+    ) -> None:
+        """Add to the news. A completion has news at most once a step, and once at its end."""
+        assert self.news is None
+        self.finish_reason = finish_reason
+        self.news = CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class LiveRequest:
+    """A request between `add_request` and its last output."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    timings: Timings
+    completions: list[Completion] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    prompt_news: list[TokenLogprobs | None] = field(default_factory=list)
+    told_first: bool = False  # whether the None of the first prompt token is among the news
+
+    @property
+    def finished(self) -> bool:
+        """Whether every completion has ended."""
+        return all(c.finish_reason is not None for c in self.completions)
+
+    def begin_prompt_news(self) -> None:
+        """Tell the first prompt token, which nothing predicts, before anything else."""
+        if self.params.prompt_logprobs is not None and not self.told_first:
+            self.prompt_news.append(None)
+            self.told_first = True
+
+    def tell_prompt(self, logprobs: TokenLogprobs) -> None:
+        """Add the log-probabilities of the next prompt token to the news."""
+        self.begin_prompt_news()
+        self.prompt_news.append(logprobs)
+
+    def stamp(self, **times: float) -> None:
+        """Set timings that are not set yet."""
+        unset = {k: v for k, v in times.items() if getattr(self.timings, k) is None}
+        if unset:
+            self.timings = dataclasses.replace(self.timings, **unset)
+
+    def take_delta(self) -> RequestOutput | None:
+        """What is new since the last call, or None when nothing is."""
+        news = tuple(c.news for c in self.completions if c.news is not None)
+        if not news and not self.prompt_news:
+            return None
+        wants_prompt = self.params.prompt_logprobs is not None
+        delta = RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=tuple(self.prompt_news) if wants_prompt else None,
+            outputs=news,
+            num_cached_tokens=self.num_cached_tokens,
+            timings=self.timings,
+            finished=self.finished,
+        )
+        self.prompt_news.clear()
+        for completion in self.completions:
+            completion.news = None
+        return delta
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTarget:
+    """A sampled row that reports on a prompt token instead of drawing a new one.
+
+    Attributes:
+        request: whose prompt.
+        row: index among the step's sampled rows.
+        position: of the prompt token that the row predicts.
+    """
+
+    request: LiveRequest
+    row: int
+    position: int
+
+    @property
+    def token_id(self) -> int:
+        """The prompt token that the row predicts."""
+        return self.request.prompt_token_ids[self.position]

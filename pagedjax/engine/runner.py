@@ -1,0 +1,149 @@
+"""Owns what is on the device: parameters, KV pool and compiled steps."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pagedjax.config import EngineConfig
+from pagedjax.engine.buckets import Bucket, Buckets
+from pagedjax.engine.kv_pool import KVPool, KVSpec
+from pagedjax.engine.sampler import SampleOutputs
+from pagedjax.engine.step import run_step
+from pagedjax.engine.step_inputs import StepLayout
+from pagedjax.models.arch import ArchConfig
+from pagedjax.models.params import Params
+
+
+# On a CPU a step's time is spent in library matrix products, so that LLVM's dearest passes buy
+# nothing, and they are half of the time to compile.
+_COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
+    "cpu": {"xla_llvm_disable_expensive_passes": True},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepKey:
+    """What a compiled step depends on: its sizes, and whether it does no more than argmax."""
+
+    bucket: Bucket
+    greedy: bool
+
+
+class ModelRunner:
+    """Compiles steps ahead of time and launches them; never waits for the device.
+
+    Args:
+        arch: the model.
+        params: its parameters, on the device.
+        spec: shape of the KV pool, which is created here.
+        config: resolved options.
+        max_blocks_per_seq: columns of a block table.
+
+    Attributes:
+        compiles_after_warmup: steps that had to be compiled after `warm_up`; any is a defect.
+    """
+
+    def __init__(
+        self,
+        arch: ArchConfig,
+        params: Params,
+        spec: KVSpec,
+        config: EngineConfig,
+        *,
+        max_blocks_per_seq: int,
+    ):
+        assert config.max_num_seqs and config.max_num_batched_tokens and config.bucket_growth
+        self.params = params
+        self.buckets = Buckets(
+            max_seqs=config.max_num_seqs,
+            max_tokens=config.max_num_batched_tokens,
+            growth=config.bucket_growth,
+        )
+        self.compiles_after_warmup = 0
+        self._arch = arch
+        self._spec = spec
+        self._config = config
+        self._max_blocks = max_blocks_per_seq
+        self._pool: KVPool = spec.create()
+        self._drawn = jnp.zeros((config.max_num_seqs,), jnp.int32)
+        self._steps: dict[StepKey, Any] = {}
+        self._warm = False
+
+    def layout(self, bucket: Bucket) -> StepLayout:
+        """How a bucket's inputs are packed."""
+        return StepLayout(bucket, self._max_blocks)
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile every step there is, several at a time.
+
+        Args:
+            progress: called with (steps compiled, steps in all) after each.
+        """
+        keys = [StepKey(b, greedy) for b in self.buckets for greedy in (True, False)]
+        missing = [key for key in keys if key not in self._steps]
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            for done, (key, step) in enumerate(
+                zip(missing, threads.map(self.compile, missing), strict=True), 1
+            ):
+                self._steps[key] = step
+                if progress is not None:
+                    progress(done, len(missing))
+        self._warm = True
+
+    def compile(self, key: StepKey) -> Any:
+        """Compile one step for the shapes and shardings at hand; the pool is donated."""
+        layout = self.layout(key.bucket)
+
+        def step(params: Params, pool: KVPool, drawn: jax.Array, packed: jax.Array):
+            return run_step(
+                self._arch,
+                params,
+                pool,
+                drawn,
+                layout.unpack(packed),
+                decode=key.bucket.decode,
+                greedy=key.greedy,
+                num_top=min(self._config.max_logprobs, self._arch.vocab),
+                implementation=self._config.implementation,  # type: ignore[arg-type]
+            )
+
+        abstract = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
+        pool = [jax.ShapeDtypeStruct(self._spec.layer_shape, self._spec.dtype)] * self._spec.layers
+        packed = jax.ShapeDtypeStruct((layout.size,), np.int32)
+        traced = jax.jit(step, donate_argnums=(1,)).lower(
+            abstract(dict(self.params)), pool, abstract(self._drawn), packed
+        )
+        return traced.compile(_COMPILER_OPTIONS.get(jax.default_backend()))
+
+    def launch(self, bucket: Bucket, packed: np.ndarray, *, greedy: bool) -> SampleOutputs:
+        """Start a step on the device and return at once.
+
+        The drawn tokens also stay on the device, where the next step finds them.
+
+        Args:
+            bucket: the step's sizes.
+            packed: its inputs; must not be written to again, since the device may read from it.
+            greedy: whether the argmax is all that is wanted.
+
+        Returns:
+            Arrays on their way to the host.
+        """
+        key = StepKey(bucket, greedy)
+        if key not in self._steps:
+            self.compiles_after_warmup += self._warm
+            self._steps[key] = self.compile(key)
+        self._pool, self._drawn, outputs = self._steps[key](
+            self.params, self._pool, self._drawn, packed
+        )
+        for array in jax.tree.leaves(outputs):
+            array.copy_to_host_async()
+        return outputs

@@ -1,0 +1,146 @@
+"""Draw the next token of every row, inside the compiled step.
+
+Order of the filters is the field's usual one: temperature, top-k, top-p over what top-k left,
+min-p. Reported log-probabilities are of the raw distribution, before any of them.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pagedjax.engine.step_inputs import SamplingArrays
+
+# Below this the softmax is a step function in float32, and dividing by it may overflow: greedy.
+MIN_TEMPERATURE = 1e-5
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleOutputs:
+    """What a step hands back to the host, per sampled row.
+
+    Attributes:
+        token_ids: the drawn tokens.
+        logprob: natural log-probability of the row's target token, raw distribution, float32.
+        top_ids: ids of the likeliest tokens, best first; no columns in a greedy step.
+        top_logprobs: their log-probabilities.
+    """
+
+    token_ids: Int[Array, " rows"]
+    logprob: Float[Array, " rows"]
+    top_ids: Int[Array, "rows top"]
+    top_logprobs: Float[Array, "rows top"]
+
+
+def sample(
+    logits: Float[Array, "rows vocab"], how: SamplingArrays, *, greedy: bool, num_top: int
+) -> SampleOutputs:
+    """Draw a token per row.
+
+    Args:
+        logits: raw, float32.
+        how: the rows' parameters; ignored when `greedy`.
+        greedy: compile the argmax alone: no row is random, banned or wants log-probabilities.
+        num_top: log-probabilities of how many likeliest tokens to report, unless `greedy`.
+    """
+    rows = logits.shape[0]
+    if greedy:
+        return SampleOutputs(
+            token_ids=jnp.argmax(logits, axis=-1).astype(jnp.int32),
+            logprob=jnp.zeros((rows,), jnp.float32),
+            top_ids=jnp.zeros((rows, 0), jnp.int32),
+            top_logprobs=jnp.zeros((rows, 0), jnp.float32),
+        )
+    token_ids = _draw(_ban(logits, how.banned_ids), how)
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    target = jnp.where(how.target >= 0, how.target, token_ids)
+    top_logprobs, top_ids = jax.lax.top_k(logprobs, num_top)
+    return SampleOutputs(
+        token_ids=token_ids,
+        logprob=jnp.take_along_axis(logprobs, target[:, None], axis=-1)[:, 0],
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+    )
+
+
+def _ban(logits: Float[Array, "rows vocab"], ids: Int[Array, "rows banned"]) -> jax.Array:
+    rows = jnp.arange(logits.shape[0])[:, None]
+    return logits.at[rows, ids].set(-jnp.inf, mode="drop")
+
+
+def _draw(logits: Float[Array, "rows vocab"], how: SamplingArrays) -> Int[Array, " rows"]:
+    """Categorical draw by the Gumbel-max trick, after the filters; argmax for greedy rows."""
+    is_greedy = how.temperature < MIN_TEMPERATURE
+    scaled = logits / jnp.where(is_greedy, 1.0, how.temperature)[:, None]
+    kept = _kept(scaled, how.top_k, how.top_p, how.min_p)
+    noisy = jnp.where(kept, scaled + _noise(how, logits.shape[1]), -jnp.inf)
+    chosen = jnp.where(is_greedy, jnp.argmax(logits, axis=-1), jnp.argmax(noisy, axis=-1))
+    return chosen.astype(jnp.int32)
+
+
+def _noise(how: SamplingArrays, vocab: int) -> Float[Array, "rows vocab"]:
+    """Gumbel noise that depends on the request's seed, sample index and position alone.
+
+    Not on its neighbours in the batch, its row, chunking or preemption.
+    """
+
+    def one(seed: jax.Array, sample_index: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.key(jax.lax.bitcast_convert_type(seed, jnp.uint32))
+        key = jax.random.fold_in(jax.random.fold_in(key, sample_index), position)
+        return jax.random.gumbel(key, (vocab,), jnp.float32)
+
+    return jax.vmap(one)(how.seed, how.sample_index, how.position)
+
+
+def _kept(
+    scaled: Float[Array, "rows vocab"],
+    top_k: Int[Array, " rows"],
+    top_p: Float[Array, " rows"],
+    min_p: Float[Array, " rows"],
+) -> Bool[Array, "rows vocab"]:
+    """Which tokens may be drawn. Ties rank by id, as in argmax, so top_k=1 is greedy."""
+    keys = _order_keys(scaled)
+    vocab = scaled.shape[1]
+    k = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab).astype(jnp.float32)
+    kept = _smallest_head(keys, jnp.ones_like(scaled), k)
+    probs = jax.nn.softmax(jnp.where(kept, scaled, -jnp.inf), axis=-1)
+    # At top_p = 1 rounding must not cut the tail off.
+    mass = jnp.where(top_p < 1.0, top_p, jnp.inf)
+    kept &= _smallest_head(keys, probs, mass)
+    return kept & (probs >= min_p[:, None] * probs.max(axis=-1, keepdims=True))
+
+
+def _order_keys(x: Float[Array, "rows vocab"]) -> Int[Array, "rows vocab"]:
+    """int32 keys that order like the floats: the bits, with those of negatives turned around."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+
+
+def _smallest_head(
+    keys: Int[Array, "rows vocab"], weight: Float[Array, "rows vocab"], goal: Float[Array, " rows"]
+) -> Bool[Array, "rows vocab"]:
+    """The shortest head of the descending order whose weight reaches `goal`; all if none does.
+
+    The key at which the goal is reached is found bit by bit, one sum over the row for each of
+    its 32 bits, instead of by sorting the vocabulary; ties at that key are taken in id order.
+    """
+
+    def reaches(bound: jax.Array) -> jax.Array:
+        return jnp.where(keys >= bound[:, None], weight, 0.0).sum(axis=-1) >= goal
+
+    lowest = jnp.full(goal.shape, jnp.iinfo(jnp.int32).min, jnp.int32)
+    # The sign bit first: is the bound non-negative? Then the other bits, from the top.
+    bound = jnp.where(reaches(jnp.zeros_like(lowest)), 0, lowest)
+
+    def refine(step: jax.Array, bound: jax.Array) -> jax.Array:
+        higher = bound + (jnp.int32(1) << (30 - step))
+        return jnp.where(reaches(higher), higher, bound)
+
+    bound = jax.lax.fori_loop(0, 31, refine, bound)[:, None]
+    above, tied = keys > bound, keys == bound
+    so_far = jnp.where(above, weight, 0.0).sum(axis=-1, keepdims=True)
+    tied_weight = jnp.where(tied, weight, 0.0)
+    before = so_far + jnp.cumsum(tied_weight, axis=-1) - tied_weight
+    return above | (tied & (before < goal[:, None]))

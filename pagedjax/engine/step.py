@@ -1,0 +1,107 @@
+"""The function XLA sees: one forward pass over the paged cache, and the draw of the next tokens."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pagedjax.engine.kv_pool import KVPool
+from pagedjax.engine.sampler import SampleOutputs, sample
+from pagedjax.engine.step_inputs import StepInputs
+from pagedjax.models.arch import ArchConfig
+from pagedjax.models.params import Params, decoder_from_params
+from pallas_kernels import Implementation, paged_decode_attention, paged_prefill_attention, write_kv
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["pool", "slot_mapping", "block_tables", "seq_lens", "query_start"],
+    meta_fields=["decode", "implementation"],
+)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedMemory:
+    """One layer's `Memory`: its array of the pool, and where this step's sequences lie in it.
+
+    Attributes:
+        pool: keys and values of all sequences.
+        slot_mapping: where the step's tokens go.
+        block_tables: blocks of each sequence.
+        seq_lens: positions of each sequence, the step's tokens included.
+        query_start: token rows of each sequence.
+        decode: every sequence has one token row (static).
+        implementation: backend of the paged operations (static).
+    """
+
+    pool: Float[Array, "blocks 2 kv_heads block_size head_dim"]
+    slot_mapping: Int[Array, " tokens"]
+    block_tables: Int[Array, "seqs max_blocks"]
+    seq_lens: Int[Array, " seqs"]
+    query_start: Int[Array, " seqs+1"]
+    decode: bool
+    implementation: Implementation | None
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None
+    ) -> tuple[jax.Array, "PagedMemory"]:
+        """Write the new keys and values into the pool, then attend through the block tables."""
+        chosen = {"implementation": self.implementation}
+        pool = write_kv(self.pool, k, v, self.slot_mapping, **chosen)
+        where = (pool, self.block_tables, self.seq_lens)
+        if self.decode:
+            mixed = paged_decode_attention(q, *where, window=window, **chosen)
+        else:
+            mixed = paged_prefill_attention(q, *where, self.query_start, window=window, **chosen)
+        return mixed, replace(self, pool=pool)
+
+
+def run_step(
+    arch: ArchConfig,
+    params: Params,
+    pool: KVPool,
+    fed_tokens: Int[Array, " max_seqs"],
+    inputs: StepInputs,
+    *,
+    decode: bool,
+    greedy: bool,
+    num_top: int,
+    implementation: Implementation | None = None,
+) -> tuple[KVPool, Int[Array, " max_seqs"], SampleOutputs]:
+    """Advance every sequence of the step by the tokens it has in it. Pure; jit it.
+
+    Args:
+        arch: the model (static).
+        params: its parameters by name.
+        pool: the KV cache; donate it, and it is updated in place.
+        fed_tokens: the previous step's drawn tokens, by sampled row.
+        inputs: what to compute, padded to a bucket.
+        decode: every sequence has one token (static).
+        greedy: no row needs more than the argmax (static).
+        num_top: likeliest tokens whose log-probabilities are reported, unless `greedy` (static).
+        implementation: backend of the paged operations (static).
+
+    Returns:
+        The pool, this step's drawn tokens for the next step, and the rows' outputs.
+    """
+    fed = fed_tokens[jnp.maximum(inputs.feed_rows, 0)]
+    tokens = jnp.where(inputs.feed_rows >= 0, fed, inputs.token_ids)
+    model = decoder_from_params(arch, params)
+    memories = [
+        PagedMemory(
+            pool=layer_pool,
+            slot_mapping=inputs.slot_mapping,
+            block_tables=inputs.block_tables,
+            seq_lens=inputs.seq_lens,
+            query_start=inputs.query_start,
+            decode=decode,
+            implementation=implementation,
+        )
+        for layer_pool in pool
+    ]
+    hidden, memories = model.hidden(tokens, inputs.positions, memories)
+    logits = model.logits(hidden[inputs.sample_rows])
+    outputs = sample(logits, inputs.sampling, greedy=greedy, num_top=num_top)
+    drawn = outputs.token_ids
+    pool = [memory.pool for memory in memories]
+    return pool, fed_tokens.at[: drawn.shape[0]].set(drawn), outputs
