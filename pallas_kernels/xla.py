@@ -17,8 +17,8 @@ from jax import lax
 
 from pallas_kernels.quantize_kv import to_pool_dtype
 
-CHUNK_TOKENS = 256  # context positions per iteration
-TILE_ROWS = 32  # query rows of one sequence per iteration of prefill
+CHUNK_TOKENS = 128  # context positions per iteration; with the next, best of 128-512 on two cores
+TILE_ROWS = 32  # query rows of one sequence per iteration of prefill; best of 16-128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +214,7 @@ def _gather(
         float32 `[seqs, kv_heads, chunk, head_dim]` twice, positions int32 `[seqs, chunk]`. Values
         at unused slots are 0: a weight of 0 would not silence a NaN there.
     """
-    blocks, _, kv_heads, block_size, head_dim = kv_pool.shape
+    _, _, kv_heads, block_size, head_dim = kv_pool.shape
     seqs, max_blocks = block_tables.shape
     column = start[:, None] // block_size + jnp.arange(chunk // block_size, dtype=jnp.int32)[None]
     block = jnp.take_along_axis(block_tables, jnp.minimum(column, max_blocks - 1), axis=1)
@@ -258,7 +258,8 @@ def _attend(
     """Fold one chunk into the online softmax; q `[seqs, kv_heads, rows, head_dim]`."""
     acc, peak, total = state
     precision = lax.Precision.HIGHEST
-    scores = jnp.einsum("shrd,shcd->shrc", q, k, precision=precision) * opts.scale
+    # Keys on the left: with few query rows that product is four times faster on a CPU.
+    scores = jnp.einsum("shcd,shrd->shcr", k, q, precision=precision).swapaxes(2, 3) * opts.scale
     if opts.soft_cap is not None:
         scores = opts.soft_cap * jnp.tanh(scores / opts.soft_cap)
     scores = jnp.where(visible, scores, -jnp.inf)

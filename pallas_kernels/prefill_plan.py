@@ -1,0 +1,87 @@
+"""Work list of the ragged prefill kernels: which tile of query rows to compute, longest first.
+
+Every sequence's rows are cut into tiles of `tile_rows` rows of the flat query array; one tile and
+one query head are one work item. The list depends on the lengths alone, so one list serves all
+layers of a step: an engine makes it on the host with NumPy in microseconds, and inside a jitted
+function XLA computes it once for all layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Columns of a work list.
+ROW = 0  # first row of the tile in the flat query array, a multiple of ROW_ALIGNMENT
+LOW = 1  # first row of the tile that the sequence owns
+HIGH = 2  # end of the rows of the tile that the sequence owns
+OFFSET = 3  # position in the sequence = row in the flat array + OFFSET
+SEQ = 4  # row of the block table
+SEQ_LEN = 5  # cached positions of the sequence; 0 for padding
+COUNT = 6  # number of tiles in use, the same in every row of the list
+COLUMNS = 8
+
+# Tensor-copy boxes of swizzled tiles start at multiples of 8 rows. A sequence that starts between
+# them shares the first tile's leading rows with its neighbour, who owns and writes them.
+ROW_ALIGNMENT = 8
+
+
+def num_tiles(tokens: int, seqs: int, tile_rows: int) -> int:
+    """Static length of a work list: enough tiles for any split of `tokens` among `seqs`."""
+    return -(-(tokens + (seqs + 1) * (ROW_ALIGNMENT - 1)) // tile_rows) + seqs + 1
+
+
+def plan_prefill(
+    seq_lens: np.ndarray, query_start: np.ndarray, *, tokens: int, tile_rows: int
+) -> np.ndarray:
+    """Make the work list on the host.
+
+    Args:
+        seq_lens: int32 `[seqs]`, cached positions per sequence, new tokens included.
+        query_start: int32 `[seqs + 1]`, rows of each sequence in the flat query array.
+        tokens: rows of the flat query array; rows past `query_start[-1]` become padding tiles.
+        tile_rows: query rows of one tile.
+
+    Returns:
+        int32 `[num_tiles(tokens, seqs, tile_rows), 8]`; the tiles in use come first, ordered by
+        falling number of visible positions.
+    """
+    return _plan(np, np.asarray(seq_lens), np.asarray(query_start), tokens, tile_rows)
+
+
+def plan_prefill_traced(
+    seq_lens: jax.Array, query_start: jax.Array, *, tokens: int, tile_rows: int
+) -> jax.Array:
+    """`plan_prefill` for traced lengths, inside a jitted function."""
+    return _plan(jnp, seq_lens, query_start, tokens, tile_rows)
+
+
+def _plan(xp: Any, seq_lens: Any, query_start: Any, tokens: int, tile_rows: int) -> Any:
+    seqs = seq_lens.shape[0]
+    length = num_tiles(tokens, seqs, tile_rows)
+    # The rows past the last sequence form one more sequence, of length 0: padding.
+    start = xp.minimum(query_start, xp.int32(tokens))
+    end = xp.concatenate([start[1:], xp.full((1,), tokens, xp.int32)])
+    lens = xp.concatenate([seq_lens, xp.zeros((1,), xp.int32)])
+    aligned = start - start % xp.int32(ROW_ALIGNMENT)
+    tiles = (end - aligned + xp.int32(tile_rows - 1)) // xp.int32(tile_rows)
+    tiles = xp.where(end > start, tiles, xp.int32(0))
+    last = xp.cumsum(tiles, dtype=xp.int32)
+
+    slot = xp.arange(length, dtype=xp.int32)
+    seq = xp.searchsorted(last, slot, side="right").astype(xp.int32)
+    used = seq <= xp.int32(seqs)
+    seq = xp.minimum(seq, xp.int32(seqs))
+    row = aligned[seq] + (slot - (last[seq] - tiles[seq])) * xp.int32(tile_rows)
+    low = xp.maximum(row, start[seq])
+    high = xp.minimum(row + xp.int32(tile_rows), end[seq])
+    offset = lens[seq] - end[seq]
+    visible = xp.where(used, xp.maximum(high + offset, xp.int32(0)), xp.int32(-1))
+    order = xp.argsort(-visible, kind="stable") if xp is np else xp.argsort(-visible, stable=True)
+    count = xp.full((length,), 0, xp.int32) + last[-1]
+    columns = [row, low, high, offset, xp.minimum(seq, xp.int32(seqs - 1)), lens[seq], count]
+    columns += [xp.zeros((length,), xp.int32)] * (COLUMNS - len(columns))
+    return xp.stack(columns, axis=1)[order].astype(xp.int32)

@@ -1,0 +1,118 @@
+"""Paged attention in plain numpy float64, one sequence and one head at a time."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2, "float16": 1.5e-3}  # rounding of one output
+
+
+@dataclass
+class Case:
+    """One random problem; `values` are the numbers that the pool stands for, in float64."""
+
+    q: jax.Array
+    pool: jax.Array
+    values: np.ndarray  # [blocks, 2, kv_heads, block_size, head_dim]
+    tables: np.ndarray
+    seq_lens: np.ndarray
+    rows: np.ndarray  # query rows of each sequence
+    kv_scales: jax.Array | None
+
+    @property
+    def query_start(self) -> np.ndarray:
+        return np.concatenate([[0], np.cumsum(self.rows)]).astype(np.int32)
+
+    def args(self) -> tuple[jax.Array, ...]:
+        return self.q, self.pool, jnp.asarray(self.tables), jnp.asarray(self.seq_lens)
+
+
+def make_case(
+    seed,
+    lens,
+    *,
+    rows=None,
+    kv_heads=2,
+    group=3,
+    head_dim=64,
+    block_size=16,
+    dtype=jnp.float32,
+    kv_dtype=None,
+    extra_columns=2,
+    extra_tokens=0,
+    fill=np.nan,
+):
+    """Random queries and a shuffled pool; slots that belong to nobody hold `fill`.
+
+    Table entries past the last used block name a block full of `fill`.
+    """
+    rng = np.random.default_rng(seed)
+    lens = np.asarray(lens, np.int32)
+    rows = np.asarray(np.minimum(lens, 1) if rows is None else rows, np.int32)
+    used = -(-lens // block_size)
+    blocks = 2 + int(used.sum())  # null block, blocks in use, one block of garbage
+    values = rng.normal(size=(blocks, 2, kv_heads, block_size, head_dim))
+    kv_scales = None
+    if kv_dtype is None:
+        stored = jnp.asarray(values, dtype)
+        values = np.asarray(stored, np.float64)
+    else:
+        spread = 20.0 if kv_dtype == jnp.int8 else 1.0
+        kv_scales = (rng.uniform(0.5, 1.5, (2, kv_heads)) / spread).astype(np.float32)
+        stored = jnp.asarray(values * spread, jnp.float32).astype(kv_dtype)
+        values = np.asarray(stored.astype(jnp.float32), np.float64)
+        values = values * kv_scales[None, :, :, None, None]
+    order = 1 + rng.permutation(blocks - 2)
+    tables = np.full((len(lens), int(used.max(initial=0)) + extra_columns), blocks - 1, np.int32)
+    owned = np.zeros((blocks, block_size), bool)
+    for s, length in enumerate(lens):
+        mine, order = order[: used[s]], order[used[s] :]
+        tables[s, : used[s]] = mine
+        for t in range(length):
+            owned[mine[t // block_size], t % block_size] = True
+    garbage = fill if kv_dtype != jnp.int8 else 127
+    pool = jnp.where(
+        jnp.asarray(owned)[:, None, None, :, None],
+        stored.astype(jnp.float32),
+        jnp.asarray(garbage, jnp.float32),
+    ).astype(stored.dtype)
+    q = jnp.asarray(
+        rng.normal(size=(int(rows.sum()) + extra_tokens, kv_heads * group, head_dim)), dtype
+    )
+    scales = None if kv_scales is None else jnp.asarray(kv_scales)
+    return Case(q, pool, values, tables, lens, rows, scales)
+
+
+def make_decode_case(seed, lens, **shape):
+    """One query row per sequence, padding sequences included."""
+    return make_case(seed, lens, rows=np.ones(len(lens), np.int32), **shape)
+
+
+def dense(case, *, scale=None, window=None, soft_cap=None, sinks=None):
+    """Output and lse, float64 `[tokens, q_heads, head_dim]` and `[tokens, q_heads]`."""
+    q = np.asarray(case.q, np.float64)
+    tokens, q_heads, head_dim = q.shape
+    kv_heads, block_size = case.values.shape[2:4]
+    scale = head_dim**-0.5 if scale is None else scale
+    out, lse = np.zeros(q.shape), np.full((tokens, q_heads), -np.inf)
+    for s, length in enumerate(case.seq_lens):
+        if length == 0:
+            continue
+        kv = case.values[case.tables[s, : -(-length // block_size)]]
+        kv = kv.transpose(1, 2, 0, 3, 4).reshape(2, kv_heads, -1, head_dim)[:, :, :length]
+        for i in range(case.rows[s]):
+            t, position = case.query_start[s] + i, length - case.rows[s] + i
+            start = 0 if window is None else max(0, position - window + 1)
+            for h in range(q_heads):
+                k, v = kv[:, h * kv_heads // q_heads, start : position + 1]
+                x = k @ q[t, h] * scale
+                if soft_cap is not None:
+                    x = soft_cap * np.tanh(x / soft_cap)
+                logits = x if sinks is None else np.append(x, float(sinks[h]))
+                peak = logits.max()
+                total = np.exp(logits - peak).sum()
+                lse[t, h] = peak + np.log(total)
+                out[t, h] = np.exp(x - lse[t, h]) @ v
+    return out, lse
