@@ -1,0 +1,121 @@
+"""From a path to a model's parameters on the device: a native checkpoint, or one converted here."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from convert.checkpoint import Checkpoint, checked_dtype, is_hf_directory, open_checkpoint
+from convert.layout import MANIFEST, PARAMS, is_native
+from convert.native_reader import open_native
+from pagedjax.models import ArchConfig, GenerationDefaults
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model ready to run.
+
+    Attributes:
+        arch: what it is.
+        generation: special ids and sampling defaults of the checkpoint.
+        params: `{dotted name: array}` as `pagedjax.models.param_shapes(arch)` lists them.
+        tokenizer_dir: directory that transformers loads the tokenizer from, or None.
+    """
+
+    arch: ArchConfig
+    generation: GenerationDefaults
+    params: dict[str, jax.Array]
+    tokenizer_dir: Path | None
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str | None = None,
+    sharding: Sharding | Mapping[str, Sharding] | None = None,
+) -> LoadedModel:
+    """Load a native checkpoint, or convert a Hugging Face directory or GGUF file in memory.
+
+    Arrays are read and cast one at a time or piece by piece: there are never two copies of the
+    model.
+
+    Args:
+        path: native directory, Hugging Face directory, or `.gguf` file.
+        dtype: `bfloat16`, `float16` or `float32`; None keeps what each tensor is stored as.
+        sharding: where the arrays go, one for all or one per name; None is the default device.
+
+    Raises:
+        ValueError: the path is none of the three, or the checkpoint is damaged or unsupported.
+    """
+    path = Path(path)
+    if dtype is not None:
+        checked_dtype(dtype)
+    if path.is_dir() and is_native(path):
+        native = open_native(path)
+        return LoadedModel(
+            arch=native.arch,
+            generation=native.generation,
+            params=native.restore(dtype, lambda name: _sharding_of(name, sharding)),
+            tokenizer_dir=native.tokenizer_dir,
+        )
+    if path.is_dir() and not is_hf_directory(path) and not any(path.glob("*.gguf")):
+        raise ValueError(
+            f"{str(path)!r} is no checkpoint: looked for {MANIFEST} with {PARAMS}/ (native) and "
+            "for config.json (Hugging Face)"
+        )
+    return _convert_in_memory(open_checkpoint(path), dtype, sharding)
+
+
+def read_arch(path: str | Path) -> ArchConfig:
+    """The architecture of a checkpoint in any of the formats of `load_model`, without its weights.
+
+    Raises:
+        ValueError: as for `load_model`.
+    """
+    path = Path(path)
+    if path.is_dir() and is_native(path):
+        return open_native(path).arch
+    return open_checkpoint(path).arch
+
+
+def _convert_in_memory(
+    checkpoint: Checkpoint, dtype: str | None, sharding: Sharding | Mapping[str, Sharding] | None
+) -> LoadedModel:
+    params = {
+        tensor.name: jax.device_put(tensor.load(), _sharding_of(tensor.name, sharding))
+        for tensor in checkpoint.tensors(dtype)
+    }
+    return LoadedModel(
+        arch=checkpoint.arch,
+        generation=checkpoint.generation,
+        params=params,
+        tokenizer_dir=_tokenizer_directory(checkpoint),
+    )
+
+
+def _tokenizer_directory(checkpoint: Checkpoint) -> Path | None:
+    tokenizer = checkpoint.tokenizer
+    if tokenizer is None:
+        return None
+    if tokenizer.directory is not None:
+        return tokenizer.directory
+    # It has to be rebuilt as files; they live as long as the process.
+    directory = Path(tempfile.mkdtemp(prefix="pagedjax-tokenizer-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    tokenizer.save(directory)
+    return directory
+
+
+def _sharding_of(name: str, sharding: Sharding | Mapping[str, Sharding] | None) -> Sharding:
+    if isinstance(sharding, Mapping):
+        return sharding[name]
+    if sharding is not None:
+        return sharding
+    return SingleDeviceSharding(jax.devices()[0])
