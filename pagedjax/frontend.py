@@ -37,10 +37,22 @@ def start_engine(model: str | Path, *, progress: bool, **options: Any) -> Engine
     from pagedjax.loading import load_model
 
     config = EngineConfig(**options)
-    loaded = load_model(model, dtype=config.dtype)
-    tokenizer = Tokenizer(loaded.tokenizer_path) if loaded.tokenizer_path else None
+    loaded = load_model(model, dtype=weights_dtype(config.dtype))
+    tokenizer = None if loaded.tokenizer_dir is None else Tokenizer(loaded.tokenizer_dir)
     with tqdm(desc="compiling", unit="step", disable=not progress, leave=False) as bar:
         return Engine(loaded, tokenizer, config, partial(_show, bar))
+
+
+def weights_dtype(dtype: str) -> str | None:
+    """What to load weights as; None is what the checkpoint stores.
+
+    "auto" means float32 on a CPU, where narrower arithmetic is emulated and slow.
+    """
+    import jax
+
+    if dtype != "auto":
+        return dtype
+    return "float32" if jax.default_backend() == "cpu" else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from pagedjax.tokenizer import Message, Tokenizer
 if TYPE_CHECKING:
     from pagedjax.engine.engine import Engine
 
+Deltas = Generator[tuple[int, RequestOutput], None, None]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -104,9 +105,7 @@ class LLM:
         requests = self._requests(conversations, self._frontend.chat_tokens, params)
         return self._collect(requests, progress)
 
-    def stream(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None
-    ) -> Iterator[tuple[int, RequestOutput]]:
+    def stream(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> Deltas:
         """Like `generate`, but yields `(index of the prompt, delta)` as the text comes.
 
         Closing the iterator early aborts what has not finished.
@@ -117,7 +116,7 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: Params = None,
-    ) -> Iterator[tuple[int, RequestOutput]]:
+    ) -> Deltas:
         """Like `chat`, but yields `(index of the conversation, delta)` as the text comes."""
         conversations = conversation_list(messages)
         return self._deltas(self._requests(conversations, self._frontend.chat_tokens, params))
@@ -137,9 +136,7 @@ class LLM:
             for prompt, one in zip(prompts, each, strict=True)
         ]
 
-    def _deltas(
-        self, requests: list[tuple[Any, Any, SamplingParams]]
-    ) -> Iterator[tuple[int, RequestOutput]]:
+    def _deltas(self, requests: list[tuple[Any, Any, SamplingParams]]) -> Deltas:
         inbox: deque[RequestOutput] = deque()
         live: dict[str, int] = {}
         try:

@@ -17,30 +17,28 @@ _REPLACEMENT = "\ufffd"
 class Tokenizer:
     """A checkpoint's tokenizer, read from its local directory by transformers.
 
-    `tokenizer.json` is taken as it stands; a checkpoint without one goes through transformers'
-    own reading of the older files. No model hub is contacted.
+    `tokenizer.json` is taken as it stands; no model hub is contacted.
 
     Raises:
-        ValueError: `path` is no directory, or holds no usable tokenizer.
+        ValueError: `path` is no directory, or holds no usable `tokenizer.json`.
     """
 
     def __init__(self, path: str | Path) -> None:
         directory = Path(path)
-        if not directory.is_dir():
-            raise ValueError(f"wanted a directory with a tokenizer, got {str(path)!r}")
+        if not (directory / "tokenizer.json").is_file():
+            raise ValueError(f"wanted a directory with a tokenizer.json, got {str(path)!r}")
         # Imported here: it takes a good second, which `pagedjax --help` need not wait for.
-        try:
-            if (directory / "tokenizer.json").exists():
-                from transformers import PreTrainedTokenizerFast as loader
+        from transformers import PreTrainedTokenizerFast
 
-                # A cut-off file makes `tokenizers` raise a bare Exception, json a ValueError.
-                json.loads((directory / "tokenizer.json").read_bytes())
-            else:
-                from transformers import AutoTokenizer as loader
-            self._tokenizer: Any = loader.from_pretrained(str(directory), local_files_only=True)
-            self._backend = self._tokenizer.backend_tokenizer
-        except (OSError, ValueError, KeyError, AttributeError, ImportError) as error:
-            raise ValueError(f"{str(path)!r} holds no tokenizer to read: {error}") from error
+        try:
+            # A cut-off file makes `tokenizers` raise a bare Exception, and json a ValueError.
+            json.loads((directory / "tokenizer.json").read_bytes())
+            self._tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(
+                str(directory), local_files_only=True
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"{str(path)!r} holds no usable tokenizer: {error}") from error
+        self._backend = self._tokenizer.backend_tokenizer
         # Either may be switched on in tokenizer.json and would silently change a prompt.
         self._backend.no_truncation()
         self._backend.no_padding()

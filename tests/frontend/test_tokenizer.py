@@ -199,14 +199,13 @@ def test_a_template_in_its_own_file_is_used(tmp_path):
 
 
 def test_unusable_directories_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="wanted a directory"):
-        Tokenizer(tmp_path / "absent")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="no tokenizer"):
-        Tokenizer(tmp_path / "empty")
+    for name in ("absent", "empty"):
+        with pytest.raises(ValueError, match="wanted a directory"):
+            Tokenizer(tmp_path / name)
     cut = save(tmp_path / "cut", byte_level) / "tokenizer.json"
     cut.write_bytes(cut.read_bytes()[:1000])
-    with pytest.raises(ValueError, match="no tokenizer to read"):
+    with pytest.raises(ValueError, match="no usable tokenizer"):
         Tokenizer(cut.parent)
 
 

@@ -1,0 +1,101 @@
+"""`pagedjax info`: what a checkpoint is, and how much of it fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pagedjax.cli import options as opt
+from pagedjax.cli.errors import reports_errors
+
+if TYPE_CHECKING:
+    from pagedjax.models.arch import ArchConfig
+
+
+@reports_errors
+def info(
+    model: opt.Model,
+    dtype: opt.Dtype = "auto",
+    block_size: opt.BlockSize = 16,
+    memory_fraction: opt.MemoryFraction = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Architecture, parameters, KV bytes per token, and how many tokens fit on this machine.
+
+    Example: `pagedjax info ./llama-1b`
+    """
+    from pagedjax.loading import read_arch
+
+    arch = read_arch(model)
+    facts = architecture(arch) | capacity(
+        arch, dtype=dtype, block_size=block_size, memory_fraction=memory_fraction
+    )
+    if as_json:
+        typer.echo(json.dumps(facts, allow_nan=False))
+        return
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        shown = f"{value:,}" if isinstance(value, int) else value
+        typer.echo(f"{name.replace('_', ' '):{width}}  {shown}")
+
+
+def architecture(arch: ArchConfig) -> dict[str, Any]:
+    """Facts that follow from the architecture alone."""
+    from pagedjax.models import param_shapes
+
+    windows = Counter(arch.windows)
+    return {
+        "family": arch.family,
+        "parameters": sum(math.prod(shape) for shape in param_shapes(arch).values()),
+        "layers": arch.layers,
+        "embed": arch.embed,
+        "q_heads": arch.q_heads,
+        "kv_heads": arch.kv_heads,
+        "head_dim": arch.head_dim,
+        "mlp": arch.mlp,
+        "vocab": arch.vocab,
+        "max_positions": arch.max_positions,
+        "attention": ", ".join(
+            f"{count} layers see {'all' if window is None else f'the last {window}'} positions"
+            for window, count in windows.items()
+        ),
+    }
+
+
+def capacity(
+    arch: ArchConfig, *, dtype: str, block_size: int, memory_fraction: float | None
+) -> dict[str, Any]:
+    """What an engine with these options would hold on this machine's first device."""
+    import jax
+
+    from pagedjax.config import EngineConfig
+    from pagedjax.engine.kv_pool import blocks_that_fit, kv_spec
+    from pagedjax.frontend import weights_dtype
+
+    device = jax.devices()[0]
+    config = EngineConfig(dtype=dtype, block_size=block_size, memory_fraction=memory_fraction)
+    config = config.resolved(platform=device.platform, max_positions=arch.max_positions)
+    kv_dtype = jax.numpy.dtype(weights_dtype(dtype) or "bfloat16")
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats is not None and config.memory_fraction is not None:
+        # The engine finds the weights on the device; here they still have to be counted.
+        weights = architecture(arch)["parameters"] * kv_dtype.itemsize
+        share = config.memory_fraction - weights / stats["bytes_limit"]
+        if share <= 0:
+            raise ValueError(f"weights of {weights:,} bytes do not fit the device's memory")
+        config = dataclasses.replace(config, memory_fraction=share)
+    blocks = blocks_that_fit(arch, config, dtype=kv_dtype, device=device)
+    spec = kv_spec(arch, config, num_blocks=blocks, dtype=kv_dtype)
+    return {
+        "device": f"{device.platform}, {device.device_kind}",
+        "kv_dtype": kv_dtype.name,
+        "kv_bytes_per_token": arch.kv_elements_per_token * kv_dtype.itemsize,
+        "kv_blocks": blocks - 1,
+        "kv_pool_bytes": spec.block_bytes * blocks,
+        "tokens_that_fit": (blocks - 1) * block_size,
+    }

@@ -1,0 +1,38 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+Model = Annotated[
+    str, typer.Argument(help="Directory of a native or Hugging Face checkpoint.", metavar="MODEL")
+]
+MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
+Temperature = Annotated[
+    float | None,
+    typer.Option(help="Softness of sampling; 0 is greedy. Default: what the checkpoint says."),
+]
+TopP = Annotated[float | None, typer.Option(help="Nucleus mass, above 0 and at most 1.")]
+TopK = Annotated[int | None, typer.Option(help="Most probable tokens to choose from; 0 for all.")]
+MinP = Annotated[float | None, typer.Option(help="Least share of the best token's probability.")]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+Stop = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; repeatable.")]
+
+Dtype = Annotated[
+    str, typer.Option(help="Of weights and KV cache: auto, bfloat16, float16 or float32.")
+]
+BlockSize = Annotated[int, typer.Option(help="Tokens per KV block: 16, 32, 64 or 128.")]
+NumBlocks = Annotated[int | None, typer.Option(help="KV blocks; default: as memory allows.")]
+MemoryFraction = Annotated[
+    float | None, typer.Option(help="Share of the device's memory to use, above 0 to 1.")
+]
+MaxModelLen = Annotated[
+    int | None, typer.Option(help="Longest prompt and answer in tokens; default: the model's.")
+]
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that were given, by name."""
+    return {name: value for name, value in options.items() if value is not None}
