@@ -59,7 +59,8 @@ class BlockManager:
         self._append(seq, hits + pool.take(num_new))
         seq.num_computed = len(hits) * self._block_size
         seq.num_indexed = len(hits)
-        seq.parent = pool.index.number(hits[-1]) if hits else ROOT
+        if self._caching:
+            seq.parent = pool.index.number(hits[-1]) if hits else ROOT
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed
         return True
@@ -91,18 +92,17 @@ class BlockManager:
         seq.row = NO_ROW
         seq.blocks = []
         seq.capacity = 0
+        seq.parent = None
 
     def index_full_blocks(self, seq: Sequence) -> None:
         """Let others find the blocks of a sequence that are full of computed, known tokens."""
         size = self._block_size
-        full = min(seq.num_computed, seq.num_known, seq.capacity) // size
-        if full <= seq.num_indexed or seq.parent is None or not self._caching:
+        next_end = (seq.num_indexed + 1) * size
+        if seq.num_known < next_end or seq.num_computed < next_end or seq.parent is None:
             return
-        parent = seq.parent
-        for at in range(seq.num_indexed, full):
-            tokens = seq.tokens(at * size, (at + 1) * size)
-            parent = self.pool.index.add(seq.blocks[at], parent, tokens)
-        seq.parent = parent
+        full = min(seq.num_computed, seq.num_known) // size
+        tokens = seq.tokens(seq.num_indexed * size, full * size)
+        seq.parent = self.pool.index.add(seq.blocks[seq.num_indexed : full], seq.parent, tokens)
         seq.num_indexed = full
 
     def reset_prefix_cache(self, running: list[Sequence]) -> None:

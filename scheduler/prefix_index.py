@@ -10,7 +10,10 @@ be found behind a block that has been evicted.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
+
+import numpy as np
 
 from scheduler.plan import Int32
 
@@ -38,7 +41,7 @@ class PrefixIndex:
     """
 
     def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+        self._block_bytes = block_size * np.dtype(np.int32).itemsize
         self._blocks: dict[BlockKey, int] = {}
         self._keys: dict[int, BlockKey] = {}
         self._numbers: dict[int, int] = {}
@@ -61,40 +64,41 @@ class PrefixIndex:
     def find(self, tokens: Int32) -> list[int]:
         """The blocks that hold the longest indexed prefix of `tokens`, in order.
 
-        Only full blocks are ever indexed, so the result covers a multiple of `block_size` tokens.
+        Only full blocks are ever indexed, so the result covers a multiple of the block size.
         """
         found: list[int] = []
         parent = ROOT
-        for start in range(0, len(tokens) - self._block_size + 1, self._block_size):
-            key = BlockKey(parent, tokens[start : start + self._block_size].tobytes())
-            block = self._blocks.get(key)
+        for part in self._split(tokens):
+            block = self._blocks.get(BlockKey(parent, part))
             if block is None:
                 break
             found.append(block)
             parent = self._numbers[block]
         return found
 
-    def add(self, block: int, parent: int, tokens: Int32) -> int:
-        """Index a full block, unless another block with the same content is indexed.
+    def add(self, blocks: Iterable[int], parent: int, tokens: Int32) -> int:
+        """Index full blocks that follow each other, except where a twin is indexed already.
 
         Args:
-            block: a block that is not indexed.
-            parent: number of the content before it, ROOT if there is none.
-            tokens: its token ids, int32[block_size].
+            blocks: blocks that are not indexed.
+            parent: number of the content before them, ROOT if there is none.
+            tokens: their token ids, int32[len(blocks) * block_size].
 
         Returns:
-            The number of the content, to be the parent of the next block.
+            The number of the content of the last one, to be the parent of the next block.
         """
-        key = BlockKey(parent, tokens.tobytes())
-        twin = self._blocks.get(key)
-        if twin is not None:
-            return self._numbers[twin]
-        number = self._next_number
-        self._next_number += 1
-        self._blocks[key] = block
-        self._keys[block] = key
-        self._numbers[block] = number
-        return number
+        for block, part in zip(blocks, self._split(tokens), strict=True):
+            key = BlockKey(parent, part)
+            twin = self._blocks.get(key)
+            if twin is None:
+                parent = self._next_number
+                self._next_number += 1
+                self._blocks[key] = block
+                self._keys[block] = key
+                self._numbers[block] = parent
+            else:
+                parent = self._numbers[twin]
+        return parent
 
     def discard(self, block: int) -> None:
         """The block will hold something else; does nothing if it is not indexed."""
@@ -107,3 +111,8 @@ class PrefixIndex:
         self._blocks.clear()
         self._keys.clear()
         self._numbers.clear()
+
+    def _split(self, tokens: Int32) -> Iterator[bytes]:
+        """The bytes of each full block of tokens."""
+        data, width = tokens.tobytes(), self._block_bytes
+        return (data[end - width : end] for end in range(width, len(data) + 1, width))

@@ -7,7 +7,6 @@ import enum
 import numpy as np
 
 from scheduler.plan import Int32
-from scheduler.prefix_index import ROOT
 from scheduler.request import Request
 
 NO_ROW = -1
@@ -57,8 +56,8 @@ class Sequence:
         capacity: tokens that these blocks hold.
         row: its row of the block table.
         num_indexed: how many of its first blocks were offered to the prefix index.
-        parent: number of the content of the last of these in the index; None if its blocks must
-            not be indexed.
+        parent: number of the content of the last of these in the index; None if its blocks are
+            not to be indexed.
         num_cached_tokens: prompt tokens that were found in the cache when it was first admitted;
             None before that.
     """
@@ -99,7 +98,7 @@ class Sequence:
         self.capacity = 0
         self.row = NO_ROW
         self.num_indexed = 0
-        self.parent: int | None = ROOT
+        self.parent: int | None = None
         self.num_cached_tokens: int | None = None
 
     @property

@@ -114,9 +114,7 @@ def test_eviction_leaves_blocks_that_a_live_sequence_reads(pipelined: bool):
 def chain(pool: BlockPool, content: np.ndarray) -> list[int]:
     """Blocks that hold `content`, as their owner leaves them behind."""
     blocks = pool.take(len(content) // 16)
-    parent = ROOT
-    for at, block in enumerate(blocks):
-        parent = pool.index.add(block, parent, content[at * 16 : (at + 1) * 16])
+    pool.index.add(blocks, ROOT, content)
     pool.release(reversed(blocks))
     return blocks
 
@@ -276,9 +274,9 @@ def test_a_block_behind_an_evicted_one_is_not_found_again():
     """Numbers of content are never used twice, so an orphan stays out of reach."""
     index = PrefixIndex(16)
     first, second, other = (np.full(16, value, np.int32) for value in (1, 2, 3))
-    index.add(7, index.add(5, ROOT, first), second)
+    index.add([5, 7], ROOT, np.concatenate([first, second]))
     index.discard(5)
-    index.add(5, ROOT, other)
+    index.add([5], ROOT, other)
     assert index.find(np.concatenate([other, second])) == [5]
-    index.add(6, ROOT, first)
+    index.add([6], ROOT, first)
     assert index.find(np.concatenate([first, second])) == [6]

@@ -102,7 +102,7 @@ def test_a_live_request_id_is_unique_and_free_again_after_the_end():
 
 
 def test_an_array_prompt_is_copied():
-    prompt = np.arange(5)
+    prompt = np.arange(5, dtype=np.int32)
     scheduler = Scheduler(SchedulerConfig(**SMALL))
     scheduler.add(Request(request_id="a", prompt_token_ids=prompt, stop=StopRules(max_tokens=1)))
     prompt[:] = 0
