@@ -194,7 +194,7 @@ class _Shape:
     @property
     def staging_columns(self) -> int:
         """Columns that a partial tile stages at once for its row-wise stores."""
-        return self.head_dim if self.config.separate_output else self.swizzle_columns
+        return self.swizzle_columns
 
 
 def _check_supported(q: jax.Array, kv_pool: jax.Array) -> None:
