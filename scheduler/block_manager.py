@@ -49,6 +49,8 @@ class BlockManager:
             Whether it was admitted; nothing has changed if not.
         """
         pool = self.pool
+        if keep_free >= pool.num_free:  # it needs a block at least, so spare the search
+            return False
         hits = self._find_prefix(seq)
         num_new = -(-seq.num_tokens // self._block_size) - len(hits)
         num_free_hits = sum(not pool.num_owners(block) for block in hits)

@@ -97,19 +97,18 @@ class BlockPool:
         Raises:
             ValueError: a block is listed more often than it is owned; nothing has changed.
         """
-        blocks = list(blocks)
-        for block, times in Counter(blocks).items():
+        listed = Counter(blocks)
+        for block, times in listed.items():
             owned = self._owners[block] if 0 <= block < len(self._owners) else 0
             if times > owned:
                 raise ValueError(f"block {block} released {times} times, it is owned {owned} times")
-        for block in blocks:
-            self._owners[block] -= 1
-            if self._owners[block]:
-                continue
-            if block in self.index:
-                self._cached[block] = None
-            else:
-                self._blank.append(block)
+        for block, times in listed.items():
+            self._owners[block] -= times
+            if not self._owners[block]:
+                if block in self.index:
+                    self._cached[block] = None
+                else:
+                    self._blank.append(block)
 
     def forget(self) -> None:
         """Drop all content from the index; owners keep their blocks."""
