@@ -1,4 +1,10 @@
-"""Host-side scheduling over a block-structured KV cache: standard library and numpy only."""
+"""Host-side scheduling over a block-structured KV cache: standard library and numpy only.
+
+In reading order: `request` (what is asked for), `plan` (what a step computes), `scheduler` (who is
+served when), `sequence` (its state of one request), `step_builder` (a step's budgets),
+`block_manager` (block tables), `block_pool` (who owns which block), `prefix_index` (which block
+holds what). `invariants` says what is true between any two calls.
+"""
 
 from scheduler.block_pool import NULL_BLOCK, BlockPool, OutOfBlocks
 from scheduler.config import BLOCK_SIZES, SchedulerConfig

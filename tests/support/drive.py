@@ -25,6 +25,7 @@ from scheduler import (
     invariants,
 )
 from scheduler.prefix_index import PrefixIndex
+from scheduler.sequence import Status
 
 VOCAB = 997
 _WEIGHTS = np.random.default_rng(0).integers(1, 2**62, size=1 << 16, dtype=np.uint64)
@@ -189,8 +190,13 @@ class Driver:
 
     def step(self) -> StepPlan | None:
         """One turn of the engine's loop; returns the plan that was made."""
+        oldest = next(
+            (s for s in self.scheduler.sequences() if s.status is not Status.DRAINING), None
+        )
         plan = self.scheduler.schedule()
-        if plan is not None:
+        assert (plan is None) == (oldest is None), "there is work exactly when a sequence wants it"
+        if plan is not None and oldest is not None:
+            assert oldest.seq_id in {s.seq_id for s in plan.seqs}, "the oldest makes no progress"
             check_plan(plan, self.config)
             self.plans.append(plan)
             self._unread.append((plan, self.model.run(plan)))
@@ -217,6 +223,16 @@ class Driver:
                 assert got == tokens[: len(got)]
             else:
                 assert (got, reason) == (tokens, alone), self.requests[seq_id].request_id
+                self._verify_scored(seq_id)
+
+    def _verify_scored(self, seq_id: int) -> None:
+        """Each prompt token has had its sample row once, if that was asked for."""
+        request = self.requests[seq_id]
+        length = len(request.prompt_token_ids)
+        planned = [s for plan in self.plans for s in plan.seqs if s.seq_id == seq_id]
+        ends = [(s.start + s.num_tokens, s.num_samples) for s in planned]
+        rows = [row for end, count in ends for row in range(end - count, end) if row < length]
+        assert rows == list(range(0 if request.prompt_logprobs else length - 1, length))
 
     def _take_in(self, updates: list[SeqUpdate]) -> None:
         for update in updates:
