@@ -7,10 +7,10 @@ import threading
 import time
 
 import pytest
-from frontend_stubs import EchoEngine
 
 from pagedjax.async_llm import AsyncLLM, EngineStopped
 from pagedjax.sampling_params import SamplingParams
+from tests.support.echo_engine import EchoEngine
 
 LONG = SamplingParams(max_tokens=100_000)
 

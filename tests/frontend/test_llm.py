@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from frontend_stubs import EchoEngine
 
 from pagedjax.frontend import prompt_list
 from pagedjax.llm import LLM
 from pagedjax.sampling_params import SamplingParams
+from tests.support.echo_engine import EchoEngine
 
 
 @pytest.fixture

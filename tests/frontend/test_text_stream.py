@@ -3,10 +3,10 @@
 import random
 
 import pytest
-from frontend_stubs import ByteTokenizer, PieceTokenizer
 
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.tokenizer import TextStream
+from tests.support.echo_engine import ByteTokenizer, PieceTokenizer
 
 PIECES = ["ABC", "DEF", "G", "HI", "J", "K"]
 

@@ -1,76 +1,17 @@
 """A checkpoint's own tokenizer, in the two forms that decoder-only models come with."""
 
-import json
 import socket
 
 import pytest
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
 from pagedjax.tokenizer import TextStream, Tokenizer
-
-CORPUS = ["Hello world, how are you?", "to be or not to be", "123 žluťoučký kůň 🔥 你好"] * 4
-SPECIAL = ["<s>", "</s>", "<|turn|>"]
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    "<|turn|>{{ m.role }}\n{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
-)
-
-
-def byte_level():
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    return backend, trainers.BpeTrainer(
-        vocab_size=320, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-
-
-def sentencepiece_like():
-    """Words begin with `▁`, unknown characters fall back to bytes: as in Llama 2 and Mistral."""
-    backend = Backend(models.BPE(byte_fallback=True, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(content=" ", left=1),
-        ]
-    )
-    special = [*SPECIAL, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=special, show_progress=False)
-    trainer.limit_alphabet = 60
-    return backend, trainer
-
-
-def save(directory, make, *, template=TEMPLATE, bos=True, **more):
-    backend, trainer = make()
-    backend.train_from_iterator(CORPUS, trainer)
-    if make is sentencepiece_like:  # the byte pieces are ordinary text, not control tokens
-        plain = json.loads(backend.to_str())
-        plain["added_tokens"] = [t for t in plain["added_tokens"] if t["content"] in SPECIAL]
-        backend = Backend.from_str(json.dumps(plain))
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
-    if bos:
-        backend.post_processor = processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
-        )
-    directory.mkdir(exist_ok=True)
-    backend.save(str(directory / "tokenizer.json"))
-    config = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
-    if template is not None:
-        config["chat_template"] = template
-    (directory / "tokenizer_config.json").write_text(json.dumps(config | more))
-    return directory
+from tests.support.tiny_tokenizers import byte_level, save_tokenizer, sentencepiece_like
 
 
 @pytest.fixture(scope="module", params=[byte_level, sentencepiece_like])
 def tokenizer(request, tmp_path_factory):
-    return Tokenizer(save(tmp_path_factory.mktemp("tokenizer"), request.param))
+    return Tokenizer(save_tokenizer(tmp_path_factory.mktemp("tokenizer"), request.param))
 
 
 TEXTS = ["Hello world", " to be", "you  are", "žluť 🔥", "你好 👨‍👩‍👧", "a\n\tb", "123", "é", " "]
@@ -128,7 +69,7 @@ def test_the_beginning_of_text_comes_from_the_checkpoint_and_is_never_doubled(to
 
 def test_a_tokenizer_without_beginning_of_text_encodes_nothing_as_nothing(tmp_path):
     """SC20: such a checkpoint turns the empty prompt into no tokens."""
-    assert Tokenizer(save(tmp_path, byte_level, bos=False)).encode("") == []
+    assert Tokenizer(save_tokenizer(tmp_path, byte_level, bos=False)).encode("") == []
 
 
 def test_chat_follows_the_template(tokenizer):
@@ -159,7 +100,7 @@ def test_conversations_that_cannot_be_rendered_are_refused(tokenizer, messages, 
 
 
 def test_a_checkpoint_without_template_cannot_chat(tmp_path):
-    tokenizer = Tokenizer(save(tmp_path, byte_level, template=None))
+    tokenizer = Tokenizer(save_tokenizer(tmp_path, byte_level, template=None))
     with pytest.raises(ValueError, match="no chat template"):
         tokenizer.chat([{"role": "user", "content": "hi"}])
 
@@ -182,7 +123,7 @@ def test_sizes_and_end_of_text(tokenizer):
 
 
 def test_truncation_and_padding_in_the_file_are_switched_off(tmp_path):
-    save(tmp_path, byte_level)
+    save_tokenizer(tmp_path, byte_level)
     backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
     backend.enable_truncation(4)
     backend.enable_padding(length=8)
@@ -193,7 +134,7 @@ def test_truncation_and_padding_in_the_file_are_switched_off(tmp_path):
 
 
 def test_a_template_in_its_own_file_is_used(tmp_path):
-    save(tmp_path, byte_level, template=None)
+    save_tokenizer(tmp_path, byte_level, template=None)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
     assert Tokenizer(tmp_path).render_chat([{"role": "user", "content": "hi"}]) == "hi!"
 
@@ -203,7 +144,7 @@ def test_unusable_directories_are_refused(tmp_path):
     for name in ("absent", "empty"):
         with pytest.raises(ValueError, match="wanted a directory"):
             Tokenizer(tmp_path / name)
-    cut = save(tmp_path / "cut", byte_level) / "tokenizer.json"
+    cut = save_tokenizer(tmp_path / "cut", byte_level) / "tokenizer.json"
     cut.write_bytes(cut.read_bytes()[:1000])
     with pytest.raises(ValueError, match="no usable tokenizer"):
         Tokenizer(cut.parent)
@@ -213,7 +154,7 @@ def test_no_connection_is_opened(tmp_path, monkeypatch):
     def refuse(*_):
         raise AssertionError("a connection was attempted")
 
-    save(tmp_path, byte_level)
+    save_tokenizer(tmp_path, byte_level)
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     Tokenizer(tmp_path).chat([{"role": "user", "content": "hi"}])
