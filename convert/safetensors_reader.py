@@ -193,7 +193,8 @@ def _read_index(path: Path) -> dict[str, str]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path.name} is no index of shards: {error}") from error
     for name, shard in pairs:
-        if not isinstance(shard, str) or Path(shard).name != shard or "\\" in shard:
+        plain = isinstance(shard, str) and Path(shard).name == shard and "\\" not in shard
+        if not plain or shard in ("", ".."):
             raise CheckpointError(
                 f"{path.name} puts {name} into {shard!r}, which is not a file of this directory"
             )
