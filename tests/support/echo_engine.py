@@ -53,6 +53,7 @@ class EchoEngine:
         self.fail_at = None
         self.failure = RuntimeError("device lost")
         self.seen_params = []
+        self.prompts = []
         self._live = {}
         self._last_words = []
 
@@ -64,6 +65,7 @@ class EchoEngine:
         if len(prompt_token_ids) >= self.max_model_len:
             raise ValueError(f"the prompt has {len(prompt_token_ids)} tokens")
         self.seen_params.append(params)
+        self.prompts.append(prompt)
         request = RequestOutput(
             request_id=request_id,
             prompt=prompt,

@@ -1,0 +1,48 @@
+# make demo: install, fetch a small model, answer several prompts at once.
+# make test: install what tests need, run them.   make lint: style, types, import contract.
+#
+# PYTHON is the interpreter to build the virtual environment with, EXTRAS adds optional parts:
+#     make demo PYTHON=python3.12 EXTRAS=cuda
+
+PYTHON ?= python3
+EXTRAS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+comma := ,
+empty :=
+extras = $(if $(strip $(1)),[$(subst $(empty) ,$(comma),$(strip $(1)))])
+# One stamp per set of extras: nothing is installed again until pyproject.toml changes.
+RUN_STAMP := $(VENV)/.installed$(if $(EXTRAS),-$(EXTRAS))
+TEST_STAMP := $(RUN_STAMP)-test
+
+.PHONY: demo test lint clean
+
+demo: $(RUN_STAMP)
+	@$(BIN)/pagedjax demo
+
+test: $(TEST_STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(TEST_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; name one with: make PYTHON=...")'
+	@echo "creating the virtual environment $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(RUN_STAMP): pyproject.toml | $(BIN)/python
+	@echo "installing (a few minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".$(call extras,$(EXTRAS))"
+	@touch $@
+
+$(TEST_STAMP): pyproject.toml | $(BIN)/python
+	@echo "installing what the tests need (a few minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".$(call extras,$(EXTRAS) test)"
+	@touch $@

@@ -1,0 +1,264 @@
+"""The command line, as a script sees it: output, error lines and exit codes."""
+
+import io
+import json
+import math
+
+import pytest
+from typer.testing import CliRunner
+
+from pagedjax.cli import app
+from pagedjax.cli.jsonl import json_line
+from pagedjax.cli.terminal import LiveAnswers, OrderedAnswers
+from pagedjax.llm import LLM
+from pagedjax.outputs import CompletionOutput, RequestOutput, Timings, TokenLogprobs
+from tests.support.echo_engine import EchoEngine
+
+COMMANDS = ["convert", "generate", "chat", "info", "demo"]
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Let the commands find an engine without a model, whatever path they are given."""
+    engine = EchoEngine()
+    monkeypatch.setattr("pagedjax.llm.LLM", lambda model, **_: LLM.from_engine(engine))
+    return engine
+
+
+def pagedjax(*arguments, text=None):
+    return CliRunner().invoke(app, arguments, input=text)
+
+
+def strict_json(line):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(command):
+    shown = pagedjax(command, "--help")
+    assert shown.exit_code == 0
+    assert f"Example: pagedjax {'chat' if command == 'demo' else command}" in shown.stdout
+
+
+def test_all_commands_are_listed():
+    listed = pagedjax("--help").stdout
+    assert all(command in listed for command in COMMANDS)
+
+
+def test_one_prompt_streams_its_text_and_nothing_else(engine):
+    done = pagedjax("generate", "MODEL", "abc", "--max-tokens", "5")
+    assert (done.exit_code, done.stdout, done.stderr) == (0, "abcab\n", "")
+
+
+def test_several_prompts_come_in_order_under_headings(engine):
+    done = pagedjax("generate", "MODEL", "abc", "xy", "--max-tokens", "3")
+    assert done.stdout == "\n## abc\nabc\n\n## xy\nxyx\n"
+
+
+def test_prompts_from_a_file_are_its_lines(engine, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("žluť\n\n  \nsecond\n", encoding="utf-8")
+    done = pagedjax("generate", "MODEL", "--file", str(file), "--max-tokens", "6", "--json")
+    lines = [strict_json(line) for line in done.stdout.splitlines()]
+    assert [line["prompt"] for line in lines] == ["žluť", "second"]
+    assert [line["outputs"][0]["text"] for line in lines] == ["žluť", "second"]
+
+
+def test_a_dash_is_standard_input_as_one_prompt(engine):
+    done = pagedjax("generate", "MODEL", "-", "--max-tokens", "4", text="a\nbc")
+    assert done.stdout == "a\nbc\n"
+    done = pagedjax("generate", "MODEL", "--file", "-", "--max-tokens", "2", "--json", text="a\nb")
+    assert [strict_json(line)["prompt"] for line in done.stdout.splitlines()] == ["a", "b"]
+
+
+def test_json_lines_hold_everything_a_script_needs(engine):
+    done = pagedjax("generate", "MODEL", "abc", "", "--max-tokens", "2", "--json", "--stop", "b")
+    first, second = map(strict_json, done.stdout.splitlines())
+    assert done.exit_code == 1
+    assert first["outputs"] == [
+        {
+            "index": 0,
+            "text": "a",
+            "token_ids": [97, 98],
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": "b",
+        }
+    ]
+    assert (first["index"], first["error"]) == (0, None)
+    assert (first["num_prompt_tokens"], first["num_generated_tokens"]) == (3, 2)
+    assert set(first["seconds"]) == {"queued", "time_to_first_token", "total"}
+    assert second["error"] == "the prompt is empty"
+    assert second["outputs"][0]["finish_reason"] == "error"
+
+
+def test_impossible_log_probabilities_are_null():
+    """SA24: minus infinity has no place in JSON."""
+    entry = TokenLogprobs(token_id=1, logprob=-math.inf, top=((2, -0.5), (3, math.nan)))
+    output = CompletionOutput(index=0, text="x", token_ids=(1,), logprobs=(entry,))
+    result = RequestOutput(
+        request_id="r",
+        prompt="p",
+        prompt_token_ids=(1, 2),
+        prompt_logprobs=(None, entry),
+        outputs=(output,),
+        timings=Timings(arrived=0.0),
+    )
+    line = strict_json(json_line(0, result))
+    wanted = {"token_id": 1, "logprob": None, "top": [[2, -0.5], [3, None]]}
+    assert line["outputs"][0]["logprobs"] == [wanted]
+    assert line["prompt_logprobs"] == [None, wanted]
+
+
+def test_a_failed_request_makes_the_exit_code_1_and_the_others_are_answered(engine):
+    done = pagedjax("generate", "MODEL", "x" * 64, "ok", "--max-tokens", "2")
+    assert done.exit_code == 1
+    assert done.stderr == "error: prompt 1: the prompt has 64 tokens\n"
+    assert done.stdout.endswith("ok\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["generate", "MODEL"], "no prompt"),
+        (["generate", "MODEL", "x", "--temperature", "nan"], "temperature must be"),
+        (["generate", "MODEL", "x", "--top-p", "0"], "top_p must be"),
+        (["generate", "MODEL", "x", "--max-tokens", "-1"], "max_tokens must be"),
+        (["generate", "MODEL", "x", "--n", "0"], "n must be"),
+        (["generate", "MODEL", "x", "--n", "2"], "need --json"),
+        (["generate", "MODEL", "-", "--file", "-"], "only once"),
+        (["generate", "MODEL", "--file", "/absent/prompts"], "/absent/prompts"),
+        (["generate", "/absent/model", "x"], "/absent/model"),
+        (["generate", "/absent/model", "x", "--block-size", "17"], "block_size"),
+        (["chat", "/absent/model"], "/absent/model"),
+        (["chat", "MODEL", "--min-p", "2"], "min_p must be"),
+        (["info", "/absent/model"], "/absent/model"),
+        (["convert", "/absent/model", "/absent/dst"], "/absent/model"),
+    ],
+)
+def test_bad_input_is_one_line_on_standard_error_and_exit_code_2(arguments, complaint):
+    done = pagedjax(*arguments)
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert complaint in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_a_file_that_is_not_text_is_refused(engine, tmp_path):
+    file = tmp_path / "prompts"
+    file.write_bytes(b"\xff\xfe")
+    done = pagedjax("generate", "MODEL", "--file", str(file))
+    assert done.exit_code == 2
+    assert "not UTF-8" in done.stderr
+
+
+def test_unknown_options_are_bad_input():
+    assert pagedjax("generate", "MODEL", "x", "--temprature", "1").exit_code == 2
+
+
+def test_a_failing_engine_is_exit_code_1_without_a_traceback(engine):
+    engine.fail_at = 2
+    done = pagedjax("generate", "MODEL", "abc")
+    assert done.exit_code == 1
+    assert done.stderr == "error: device lost\n"
+
+
+def test_an_interrupt_ends_with_the_customary_code(engine):
+    engine.fail_at, engine.failure = 2, KeyboardInterrupt()
+    done = pagedjax("generate", "MODEL", "abc", "--json")
+    assert done.exit_code == 130
+    assert "interrupted" in done.stderr
+
+
+def test_chat_keeps_the_conversation(engine):
+    arguments = ["chat", "MODEL", "--max-tokens", "2", "--system", "s"]
+    done = pagedjax(*arguments, text="one\n\ntwo\n/reset\nthree\n/exit\nnever\n")
+    assert done.exit_code == 0
+    assert done.stdout == "<s\n" * 3  # the echo of the template's first two characters
+    assert engine.prompts == [
+        "<system>s<user>one<assistant>",
+        "<system>s<user>one<assistant><s<user>two<assistant>",
+        "<system>s<user>three<assistant>",
+    ]
+
+
+def test_a_message_that_cannot_be_answered_is_taken_back(engine):
+    done = pagedjax("chat", "MODEL", "--max-tokens", "2", text=f"{'x' * 99}\nok\n")
+    assert "error: the prompt has" in done.stderr
+    assert engine.prompts == ["<user>ok<assistant>"]
+
+
+def test_ordered_answers_stream_the_first_and_let_the_others_wait():
+    out = io.StringIO()
+    with OrderedAnswers(["A", "B", "C"], out) as answers:
+        answers.add(1, "b1 ")
+        answers.add(0, "a1 ")
+        assert out.getvalue() == "\nA\na1 "
+        answers.finish(1)
+        answers.add(2, "c1 ")
+        answers.finish(0)
+        assert out.getvalue() == "\nA\na1 \n\nB\nb1 \n\nC\nc1 "
+        answers.add(2, "c2")
+        answers.finish(2)
+    assert out.getvalue() == "\nA\na1 \n\nB\nb1 \n\nC\nc1 c2\n"
+
+
+def test_live_answers_show_all_texts_and_count_the_finished():
+    from rich.console import Console
+
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=60, height=30)
+    with LiveAnswers(["first?", "second?"], console) as answers:
+        answers.add(0, "[bold]not markup")
+        answers.add(1, "two")
+        answers.finish(0)
+    shown = out.getvalue()
+    assert "first?" in shown
+    assert "[bold]not markup" in shown
+    assert "1/2" in shown
+
+
+# With a real checkpoint.
+
+
+def test_info_states_architecture_parameters_and_what_fits(tiny_hf, tiny_native):
+    native, hf = (pagedjax("info", str(path), "--json") for path in (tiny_native, tiny_hf))
+    facts = strict_json(native.stdout)
+    assert facts == strict_json(hf.stdout)
+    stored = json.loads((tiny_native / "manifest.json").read_text())["tensors"]
+    assert facts["parameters"] == sum(math.prod(tensor["shape"]) for tensor in stored.values())
+    # 2 layers, keys and values, 2 heads of 24 numbers, 4 bytes each
+    assert facts["kv_bytes_per_token"] == 2 * 2 * 2 * 24 * 4
+    assert facts["tokens_that_fit"] == facts["kv_blocks"] * 16
+    shown = pagedjax("info", str(tiny_native))
+    assert f"parameters          {facts['parameters']:,}" in shown.stdout
+
+
+def test_convert_writes_a_checkpoint_once(tiny_hf, tmp_path):
+    destination = str(tmp_path / "out")
+    first = pagedjax("convert", str(tiny_hf), destination, "--dtype", "bfloat16")
+    assert first.exit_code == 0
+    assert "parameters in" in first.stdout
+    again = pagedjax("convert", str(tiny_hf), destination)
+    assert again.exit_code == 2
+    assert again.stderr.startswith("error: ")
+    assert pagedjax("convert", str(tiny_hf), destination, "--overwrite").exit_code == 0
+    assert pagedjax("convert", str(tiny_hf), destination, "--dtype", "int3").exit_code == 2
+
+
+def test_generate_reports_log_probabilities_and_several_completions(tiny_llm, monkeypatch):
+    monkeypatch.setattr("pagedjax.llm.LLM", lambda model, **_: tiny_llm)
+    arguments = ["--json", "--n", "2", "--logprobs", "3", "--seed", "5", "--temperature", "1"]
+    done = pagedjax("generate", "MODEL", "to be", "--max-tokens", "4", *arguments)
+    assert done.exit_code == 0, done.stderr
+    (line,) = map(strict_json, done.stdout.splitlines())
+    first, second = line["outputs"]
+    assert first["token_ids"] != second["token_ids"]
+    for output in (first, second):
+        assert [entry["token_id"] for entry in output["logprobs"]] == output["token_ids"]
+        assert all(len(entry["top"]) == 3 for entry in output["logprobs"])
