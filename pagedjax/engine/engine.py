@@ -277,6 +277,7 @@ class Engine:
             live, completion = self._by_key[update.request_id]
             if live.timings.first_token is None:
                 live.stamp(first_token=now)
+                live.num_cached_tokens = update.num_cached_tokens
                 live.begin_prompt_news()
             self._tell_tokens(live, completion, update, samples, rows[update.request_id])
             self._generated_tokens += len(update.new_token_ids)
@@ -341,4 +342,5 @@ def scheduler_config(config: EngineConfig) -> SchedulerConfig:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_prefill_chunk=config.max_prefill_chunk,
+        prefix_caching=config.prefix_caching,
     )

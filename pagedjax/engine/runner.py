@@ -22,7 +22,6 @@ from pagedjax.engine.step_inputs import StepLayout
 from pagedjax.models.arch import ArchConfig
 from pagedjax.models.params import Params
 
-
 # On a CPU a step's time is spent in library matrix products, so that LLVM's dearest passes buy
 # nothing, and they are half of the time to compile.
 _COMPILER_OPTIONS: dict[str, dict[str, Any]] = {

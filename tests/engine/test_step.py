@@ -1,0 +1,109 @@
+"""The compiled step as XLA sees it: memory, donation, packing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pagedjax.config import EngineConfig
+from pagedjax.engine.buckets import Bucket, Buckets, ladder
+from pagedjax.engine.kv_pool import blocks_that_fit, kv_spec
+from pagedjax.engine.runner import ModelRunner, StepKey
+from pagedjax.engine.step_inputs import MAX_BANNED_IDS, StepLayout
+from tests.support.tiny_engines import tiny_arch, tiny_model
+
+OPTIONS = dict(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=256)
+
+
+def runner(num_blocks, **options):
+    model = tiny_model()
+    config = EngineConfig(num_blocks=num_blocks, **OPTIONS, **options)
+    config = config.resolved(platform="cpu", max_positions=256)
+    spec = kv_spec(model.arch, config, num_blocks=num_blocks, dtype=np.dtype(np.float32))
+    return ModelRunner(model.arch, model.params, spec, config, max_blocks_per_seq=16)
+
+
+@pytest.mark.parametrize("bucket", [Bucket(4, 4, True), Bucket(32, 4, False)])
+@pytest.mark.parametrize("greedy", [True, False])
+def test_a_steps_temporary_memory_does_not_grow_with_the_pool(bucket, greedy):
+    """Otherwise the pool is copied somewhere instead of updated in place."""
+    small = runner(32).compile(StepKey(bucket, greedy)).memory_analysis()
+    large = runner(3200).compile(StepKey(bucket, greedy)).memory_analysis()
+    pool_bytes = kv_spec(
+        tiny_arch(), EngineConfig(), num_blocks=3200, dtype=np.dtype(np.float32)
+    ).block_bytes * 3200  # fmt: skip
+    assert large.alias_size_in_bytes >= pool_bytes
+    assert large.temp_size_in_bytes == small.temp_size_in_bytes
+    assert large.temp_size_in_bytes < pool_bytes / 4
+
+
+def test_packed_fields_arrive_where_they_were_written():
+    layout = StepLayout(Bucket(6, 3, False), max_blocks=5)
+    packed = np.zeros(layout.size, np.int32)
+    rng = np.random.default_rng(0)
+    written = {}
+    for name, view in layout.views(packed).items():
+        is_float = view.dtype == np.float32
+        view[...] = rng.normal(size=view.shape) if is_float else rng.integers(0, 99, view.shape)
+        written[name] = view.copy()
+    assert sum(view.size for view in written.values()) == layout.size
+    inputs = jax.jit(layout.unpack)(jnp.asarray(packed))
+    for name, value in written.items():
+        home = inputs if hasattr(inputs, name) else inputs.sampling
+        assert (np.asarray(getattr(home, name)) == value).all(), name
+    assert inputs.sampling.banned_ids.shape == (3, MAX_BANNED_IDS)
+
+
+def test_ladders_end_with_the_largest_size():
+    assert ladder(1, 32, 4) == (1, 4, 16, 32)
+    assert ladder(32, 32, 2) == (32,)
+    assert ladder(1, 1, 2) == (1,)
+
+
+def test_a_step_gets_the_smallest_bucket_that_holds_it():
+    buckets = Buckets(max_seqs=8, max_tokens=100, growth=2)
+    assert buckets.fit(tokens=3, seqs=3) == Bucket(4, 4, True)
+    assert buckets.fit(tokens=33, seqs=3) == Bucket(64, 8, False)
+    assert buckets.fit(tokens=100, seqs=8) == Bucket(100, 8, False)
+    with pytest.raises(ValueError, match="no bucket holds tokens=101"):
+        buckets.fit(tokens=101, seqs=2)
+
+
+def test_the_pool_never_exceeds_what_the_sequences_can_use():
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=32)
+    config = config.resolved(platform="cpu", max_positions=256)
+    device = jax.devices()[0]
+    fit = blocks_that_fit(tiny_arch(), config, dtype=np.dtype(np.float32), device=device)
+    assert fit == 1 + 4 * 16
+
+
+def test_a_memory_fraction_that_leaves_no_block_is_refused():
+    config = EngineConfig(memory_fraction=1e-9).resolved(platform="cpu", max_positions=256)
+    with pytest.raises(ValueError, match="at least 2 blocks"):
+        blocks_that_fit(tiny_arch(), config, dtype=np.dtype(np.float32), device=jax.devices()[0])
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("block_size", 17),
+        ("dtype", "float64"),
+        ("num_blocks", 1),
+        ("num_blocks", -3),
+        ("memory_fraction", 0.0),
+        ("memory_fraction", 1.5),
+        ("memory_fraction", float("nan")),
+        ("max_num_seqs", 0),
+        ("max_prefill_chunk", 0),
+        ("max_model_len", 1),
+    ],
+)
+def test_impossible_options_are_refused_by_name(option, value):
+    """OF17: zero, negative or over-large sizes never reach the device."""
+    with pytest.raises(ValueError, match=option):
+        EngineConfig(**{option: value})
+
+
+def test_a_model_length_beyond_the_checkpoints_is_refused():
+    with pytest.raises(ValueError, match="max_model_len is 512, the model states 256"):
+        EngineConfig(max_model_len=512).resolved(platform="cpu", max_positions=256)
