@@ -37,6 +37,7 @@ from pallas_kernels import prefill_plan as plan
 WARPGROUP_ROWS = 64  # the M of one wgmma
 CONSUMERS = 2
 TILE_ROWS = CONSUMERS * WARPGROUP_ROWS
+WARPS = 4  # of the producer
 SUPPORTED_HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 SMEM_BYTES = 227 * 1024  # per thread block on Hopper
 LOG2_E = math.log2(math.e)
@@ -249,7 +250,7 @@ def _build(
         "k_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=config.stages),
         "v_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=config.stages),
         "tail_full": plgpu.Barrier(num_arrivals=shape.copies),
-        "turn": plgpu.Barrier(num_arrivals=CONSUMERS),
+        "turn": plgpu.Barrier(num_barriers=CONSUMERS),
     }
     if config.separate_output:
         scratch["o_smem"] = plgpu.SMEM(rows_shape, dtype, transforms=swizzled)
@@ -362,9 +363,11 @@ def _load_item(shape: _Shape, work_ref: Any, turn: Any) -> _Item:
     config = shape.config
     index = turn * config.thread_blocks + _place(config, turn)
     heads = shape.q_heads // config.head_sections
-    section_items = work_ref[0, plan.COUNT] * heads
-    section = lax.div(index, section_items)
-    index = index - section * section_items
+    section = jnp.int32(0)
+    if config.head_sections > 1:
+        section_items = work_ref[0, plan.COUNT] * heads
+        section = lax.div(index, section_items)
+        index = index - section * section_items
     tile = lax.div(index, jnp.int32(heads))
     low, high = work_ref[tile, plan.LOW], work_ref[tile, plan.HIGH]
     offset, seq_len = work_ref[tile, plan.OFFSET], work_ref[tile, plan.SEQ_LEN]
@@ -373,7 +376,7 @@ def _load_item(shape: _Shape, work_ref: Any, turn: Any) -> _Item:
     first_position = jnp.maximum(low + offset, 0)
     visible = jnp.clip(high + offset, 0, seq_len)
     end = lax.div(visible + (block_kv - 1), block_kv)
-    # The last tile always counts as masked: the code that ends an item is in the masked loop only.
+    # The last tile counts as masked: it is the peeled first step of an item.
     full_end = jnp.minimum(lax.div(first_position + 1, block_kv), end - 1)
     first, full_first = jnp.int32(0), jnp.int32(0)
     if shape.window is not None:
@@ -399,24 +402,7 @@ def _produce(shape: _Shape, refs: _Refs) -> None:
 
         def step_body(i: Any, _: None) -> None:
             slot = lax.rem(base + i, jnp.int32(stages))
-            bases = _copy_sources(shape, refs, item, item.first + i)
-            plgpu.barrier_wait(refs.k_free.at[slot])
-            _copy_tile(shape, refs.kv_ref, bases, refs.k_smem.at[slot], refs.k_full.at[slot])
-
-            @pl.when(i == 0)
-            def _queries() -> None:
-                for w in range(CONSUMERS):
-                    plgpu.barrier_wait(refs.q_free.at[w])
-                    start = pl.multiple_of(item.row + w * WARPGROUP_ROWS, plan.ROW_ALIGNMENT)
-                    plgpu.copy_gmem_to_smem(
-                        refs.q_ref.at[pl.ds(start, WARPGROUP_ROWS), item.head],
-                        refs.q_smem.at[w],
-                        refs.q_full.at[w],
-                    )
-
-            bases = [b + shape.kv_heads * shape.block_size for b in bases]
-            plgpu.barrier_wait(refs.v_free.at[slot])
-            _copy_values(shape, refs, item, item.first + i, bases, slot)
+            _copy_step(shape, refs, item, i, slot)
 
         lax.fori_loop(jnp.int32(0), item.steps, step_body, None)
         return base + item.steps
@@ -430,6 +416,44 @@ def _produce(shape: _Shape, refs: _Refs) -> None:
         plgpu.barrier_wait(refs.q_free.at[w])
 
 
+def _copy_step(shape: _Shape, refs: _Refs, item: _Item, i: Any, slot: Any) -> None:
+    """Copy step `i` of an item, the tiles from the last to the first: keys, then values."""
+    kv_tile = item.end - 1 - i
+    sources = _copy_sources(shape, refs, item, kv_tile)
+    values = [s + shape.kv_heads * shape.block_size for s in sources]
+    past_end = (kv_tile + 1) * shape.config.block_kv > item.seq_len
+    partial = past_end & (lax.rem(item.seq_len, jnp.int32(shape.block_size)) != 0)
+
+    plgpu.barrier_wait(refs.k_free.at[slot])
+    _copy_tile(shape, refs, sources, refs.k_smem.at[slot], refs.k_full.at[slot])
+
+    @pl.when(i == 0)
+    def _queries() -> None:
+        for w in range(CONSUMERS):
+            start = pl.multiple_of(item.row + w * WARPGROUP_ROWS, plan.ROW_ALIGNMENT)
+            plgpu.barrier_wait(refs.q_free.at[w])
+            plgpu.copy_gmem_to_smem(
+                refs.q_ref.at[pl.ds(start, WARPGROUP_ROWS), item.head],
+                refs.q_smem.at[w],
+                refs.q_full.at[w],
+            )
+
+    plgpu.barrier_wait(refs.v_free.at[slot])
+
+    @pl.when(jnp.logical_not(partial))
+    def _values() -> None:
+        _copy_tile(shape, refs, values, refs.v_smem.at[slot], refs.v_full.at[slot])
+
+    @pl.when(partial)
+    def _last_values() -> None:
+        _copy_tile(shape, refs, values, refs.v_smem.at[slot], refs.tail_full)
+        plgpu.barrier_wait(refs.tail_full)
+        _zero_past_end(shape, refs.v_smem.at[slot], kv_tile, item.seq_len)
+        plgpu.commit_smem()
+        for _ in range(shape.copies):
+            plgpu.barrier_arrive(refs.v_full.at[slot])
+
+
 def _copy_sources(shape: _Shape, refs: _Refs, item: _Item, kv_tile: Any) -> list[Any]:
     """First pool row of each copy of a tile of keys.
 
@@ -438,7 +462,7 @@ def _copy_sources(shape: _Shape, refs: _Refs, item: _Item, kv_tile: Any) -> list
     block_size = shape.block_size
     last_block = lax.div(item.seq_len - 1, jnp.int32(block_size))
     kv_head = lax.div(item.head, jnp.int32(shape.q_heads // shape.kv_heads))
-    bases = []
+    sources = []
     for j in range(shape.copies):
         position = kv_tile * shape.config.block_kv + j * shape.copy_rows
         index = jnp.minimum(lax.div(position, jnp.int32(block_size)), last_block)
@@ -446,54 +470,49 @@ def _copy_sources(shape: _Shape, refs: _Refs, item: _Item, kv_tile: Any) -> list
         if shape.copy_rows < block_size:
             within = lax.rem(position, jnp.int32(block_size))
         block = refs.tables_ref[item.seq, index]
-        bases.append((block * (2 * shape.kv_heads) + kv_head) * block_size + within)
-    return bases
+        row = (block * (2 * shape.kv_heads) + kv_head) * block_size + within
+        sources.append(pl.multiple_of(row, 16))
+    return sources
 
 
-def _copy_tile(shape: _Shape, kv_ref: Any, bases: list[Any], tile: Any, barrier: Any) -> None:
-    for j, base in enumerate(bases):
-        plgpu.copy_gmem_to_smem(
-            kv_ref.at[pl.ds(pl.multiple_of(base, 16), shape.copy_rows)],
-            tile.at[pl.ds(j * shape.copy_rows, shape.copy_rows)],
-            barrier,
-        )
+def _copy_tile(shape: _Shape, refs: _Refs, sources: list[Any], tile: Any, barrier: Any) -> None:
+    """Copy the blocks that make up a tile of keys or values.
+
+    Single warps issue the copies, each its share: a copy of 16 rows is so small that arrivals of
+    the whole warpgroup for every copy would be felt.
+    """
+
+    @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
+    def _issue() -> None:
+        warp = lax.axis_index("warp")
+        for w in range(min(WARPS, shape.copies)):
+
+            @pl.when(warp == w)
+            def _share(w: int = w) -> None:
+                for j in range(w, shape.copies, WARPS):
+                    plgpu.copy_gmem_to_smem(
+                        refs.kv_ref.at[pl.ds(sources[j], shape.copy_rows)],
+                        tile.at[pl.ds(j * shape.copy_rows, shape.copy_rows)],
+                        barrier,
+                    )
 
 
-def _copy_values(
-    shape: _Shape, refs: _Refs, item: _Item, kv_tile: Any, bases: list[Any], slot: Any
-) -> None:
-    """Copy a tile of values; zero the rows past the sequence if its last block is partly filled.
+def _zero_past_end(shape: _Shape, tile: Any, kv_tile: Any, seq_len: Any) -> None:
+    """Zero the values past a sequence whose last block is partly filled.
 
     Their weight is 0, but 0 times a NaN in an unused slot would be NaN.
     """
-    block_kv = shape.config.block_kv
-    past_end = (kv_tile + 1) * block_kv > item.seq_len
-    dirty = past_end & (lax.rem(item.seq_len, jnp.int32(shape.block_size)) != 0)
-    tile = refs.v_smem.at[slot]
+    columns = shape.swizzle_columns
+    for r in range(0, shape.config.block_kv, WARPGROUP_ROWS):
+        start = kv_tile * shape.config.block_kv + r
 
-    @pl.when(jnp.logical_not(dirty))
-    def _clean() -> None:
-        _copy_tile(shape, refs.kv_ref, bases, tile, refs.v_full.at[slot])
-
-    @pl.when(dirty)
-    def _dirty() -> None:
-        _copy_tile(shape, refs.kv_ref, bases, tile, refs.tail_full)
-        plgpu.barrier_wait(refs.tail_full)
-        columns = shape.swizzle_columns
-        for r in range(0, block_kv, WARPGROUP_ROWS):
-            start = kv_tile * block_kv + r
-
-            @pl.when(start + WARPGROUP_ROWS > item.seq_len)
-            def _zero(r: int = r, start: Any = start) -> None:
-                for c in range(0, shape.head_dim, columns):
-                    piece = tile.at[pl.ds(r, WARPGROUP_ROWS), pl.ds(c, columns)]
-                    x = plgpu.load(piece, layout=plgpu.Layout.WGMMA)
-                    row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA)
-                    piece[...] = jnp.where(row + start < item.seq_len, x, jnp.zeros_like(x))
-
-        plgpu.commit_smem()
-        for _ in range(shape.copies):
-            plgpu.barrier_arrive(refs.v_full.at[slot])
+        @pl.when(start + WARPGROUP_ROWS > seq_len)
+        def _zero(r: int = r, start: Any = start) -> None:
+            for c in range(0, shape.head_dim, columns):
+                piece = tile.at[pl.ds(r, WARPGROUP_ROWS), pl.ds(c, columns)]
+                x = plgpu.load(piece, layout=plgpu.Layout.WGMMA)
+                row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA)
+                piece[...] = jnp.where(row + start < seq_len, x, jnp.zeros_like(x))
 
 
 def _consume(shape: _Shape, refs: _Refs, warpgroup: Any) -> None:
@@ -502,49 +521,33 @@ def _consume(shape: _Shape, refs: _Refs, warpgroup: Any) -> None:
         plgpu.barrier_arrive(refs.k_free.at[slot])
         plgpu.barrier_arrive(refs.v_free.at[slot])
     plgpu.barrier_arrive(refs.q_free.at[warpgroup])
-
-    # The second consumer runs half a step behind the first, from the first item to the last.
-    pl.when(warpgroup == 1)(functools.partial(_take_turn, refs))
+    pl.when(warpgroup == 1)(functools.partial(plgpu.barrier_arrive, refs.turn.at[0]))
 
     def item_body(turn: Any, base: Any) -> Any:
         item = _load_item(shape, refs.work_ref, turn)
-        pl.when(item.steps > 0)(
-            lambda: (
-                plgpu.barrier_wait(refs.q_full.at[warpgroup]),
-                plgpu.barrier_wait(refs.k_full.at[lax.rem(base, jnp.int32(shape.config.stages))]),
-                None,
-            )[-1]
-        )
-        carry = _initial_state(shape, refs, item)
-        for start, stop, masked in (
-            (item.first, item.full_first, True),
-            (item.full_first, item.full_end, False),
-            (item.full_end, item.end, True),
-        ):
-            if stop is item.full_first and shape.window is None:
-                continue  # without a window nothing is masked on the left
-            step = functools.partial(_step, shape, refs, item, warpgroup, base, masked)
-            carry = lax.fori_loop(start, stop, step, carry)
-        _write_output(shape, refs, item, warpgroup, carry)
+
+        @pl.when(item.steps > 0)
+        def _attend() -> None:
+            _write_output(
+                shape, refs, item, warpgroup, *_attention(shape, refs, item, warpgroup, base)
+            )
+
+        @pl.when(item.steps <= 0)
+        def _padding() -> None:
+            _write_output(shape, refs, item, warpgroup, *_initial_state(shape, None))
+
         return base + item.steps
 
     lax.fori_loop(jnp.int32(0), _num_items(shape, refs.work_ref), item_body, jnp.int32(0))
-    pl.when(warpgroup == 0)(functools.partial(_take_turn, refs))
+    pl.when(warpgroup == 0)(functools.partial(plgpu.barrier_wait, refs.turn.at[0]))
     plgpu.wait_smem_to_gmem(0)
 
 
-def _take_turn(refs: _Refs) -> None:
-    plgpu.barrier_arrive(refs.turn)
-    plgpu.barrier_wait(refs.turn)
-
-
-def _initial_state(shape: _Shape, refs: _Refs, item: _Item) -> tuple[Any, Any, Any]:
+def _initial_state(shape: _Shape, sink: Any) -> tuple[Any, Any, Any]:
     """Accumulator, running maximum (in powers of two) and sum, before any key."""
     per_row = plgpu.Layout.WGMMA.reduce(1)
-    highest, total = jnp.float32(LOWEST), jnp.float32(0.0)
-    if shape.has_sinks:
-        highest = refs.sinks_ref[item.head] * LOG2_E
-        total = jnp.where(item.steps > 0, jnp.float32(1.0), jnp.float32(0.0))
+    highest = jnp.float32(LOWEST) if sink is None else sink * LOG2_E
+    total = jnp.float32(0.0 if sink is None else 1.0)
     acc = jnp.full((WARPGROUP_ROWS, shape.head_dim), 0.0, jnp.float32)
     m = jnp.full((WARPGROUP_ROWS,), highest, jnp.float32)
     l = jnp.full((WARPGROUP_ROWS,), total, jnp.float32)  # noqa: E741
@@ -555,6 +558,38 @@ def _initial_state(shape: _Shape, refs: _Refs, item: _Item) -> tuple[Any, Any, A
     )
 
 
+def _attention(
+    shape: _Shape, refs: _Refs, item: _Item, warpgroup: Any, base: Any
+) -> tuple[Any, Any, Any]:
+    """Walk an item's tiles of keys from the diagonal back to the first."""
+    stages = jnp.int32(shape.config.stages)
+    sink = refs.sinks_ref[item.head] if shape.has_sinks else None
+    acc, m, l = _initial_state(shape, sink)  # noqa: E741
+    step = functools.partial(_step, shape, refs, item, warpgroup, base)
+    plgpu.barrier_wait(refs.q_full.at[warpgroup])
+    _, m, l, weights = step(True, None, jnp.int32(0), (acc, m, l, None))  # noqa: E741
+    carry = (acc, m, l, weights)
+    tiles = [(item.full_end, item.end - 1, True), (item.full_first, item.full_end, False)]
+    if shape.window is not None:
+        tiles.append((item.first, item.full_first, True))
+    for low, high, masked in tiles:
+        body = functools.partial(step, masked, True)
+        carry = lax.fori_loop(item.end - high, item.end - low, body, carry)
+    acc, m, l, weights = carry  # noqa: E741
+    if shape.config.separate_output:
+        plgpu.barrier_arrive(refs.q_free.at[warpgroup])
+    slot = lax.rem(base + item.steps - 1, stages)
+    plgpu.barrier_wait(refs.v_full.at[slot])
+    if shape.interpret:
+        acc = _interpreted_values(acc, weights, refs.v_smem.at[slot])
+    else:
+        acc = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, weights, refs.v_smem.at[slot]))(
+            plgpu.ACC.init(acc)
+        )
+    plgpu.barrier_arrive(refs.v_free.at[slot])
+    return acc, m, l
+
+
 def _step(
     shape: _Shape,
     refs: _Refs,
@@ -562,66 +597,77 @@ def _step(
     warpgroup: Any,
     base: Any,
     masked: bool,
-    kv_tile: Any,
-    carry: tuple[Any, Any, Any],
-) -> tuple[Any, Any, Any]:
-    """Scores, softmax and weighted values of one tile of keys.
+    has_previous: bool | None,
+    i: Any,
+    carry: tuple[Any, Any, Any, Any],
+) -> tuple[Any, Any, Any, Any]:
+    """Scores and softmax of step `i`, while the values of step `i - 1` are being weighted.
 
-    The tensor cores alternate between the consumers: each hands over after it has issued its
-    scores and takes them back when its softmax is done.
+    The consumers take turns: each issues its two products and hands the tensor cores over for the
+    time of its softmax.
     """
-    acc, m, l = carry  # noqa: E741
+    acc, m, l, weights = carry  # noqa: E741
     stages = jnp.int32(shape.config.stages)
-    step = base + (kv_tile - item.first)
-    slot, next_slot = lax.rem(step, stages), lax.rem(step + 1, stages)
-    q_tile, k_tile, v_tile = refs.q_smem.at[warpgroup], refs.k_smem.at[slot], refs.v_smem.at[slot]
+    slot, previous = lax.rem(base + i, stages), lax.rem(base + i + (stages - 1), stages)
+    q_tile, k_tile, v_tile = (
+        refs.q_smem.at[warpgroup],
+        refs.k_smem.at[slot],
+        refs.v_smem.at[previous],
+    )
+    plgpu.barrier_wait(refs.k_full.at[slot])
+    if has_previous:
+        plgpu.barrier_wait(refs.v_full.at[previous])
+    plgpu.barrier_wait(refs.turn.at[warpgroup])
 
-    def scores(acc_ref: Any) -> Any:
-        plgpu.wgmma(acc_ref, q_tile, k_tile.T)
-        _take_turn(refs)
-        return acc_ref[...]
+    def products(s_ref: Any, acc_ref: Any = None) -> tuple[Any, Any, Any, Any]:
+        if has_previous and not shape.interpret:
+            acc_ref[...] = acc
+        plgpu.wgmma(s_ref, q_tile, k_tile.T)
+        if has_previous and not shape.interpret:
+            plgpu.wgmma(acc_ref, weights, v_tile)
+        plgpu.barrier_arrive(refs.turn.at[1 - warpgroup])
+        if has_previous and not shape.interpret:
+            s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_ref, wait_n=1))
+        else:
+            s = s_ref[...]
+        plgpu.barrier_arrive(refs.k_free.at[slot])
+        mask = _visible(shape, item, warpgroup, item.end - 1 - i) if masked else None
+        p, m_new, l_new, alpha = _softmax(shape, s, mask, m, l)
+        if not has_previous:
+            return acc, m_new, l_new, p.astype(shape.dtype)
+        if shape.interpret:
+            new_acc = _interpreted_values(acc, weights, v_tile)
+        else:
+            p, m_new, l_new, alpha = lax.optimization_barrier((p, m_new, l_new, alpha))
+            new_acc = lax.optimization_barrier(acc_ref[...])
+        plgpu.barrier_arrive(refs.v_free.at[previous])
+        new_acc = new_acc * lax.broadcast_in_dim(alpha, new_acc.shape, [0])
+        return new_acc, m_new, l_new, p.astype(shape.dtype)
 
-    s = pl.run_scoped(scores, plgpu.ACC((WARPGROUP_ROWS, shape.config.block_kv), jnp.float32))
-    plgpu.barrier_arrive(refs.k_free.at[slot])
-    if masked and shape.config.separate_output:
-        pl.when(kv_tile + 1 == item.end)(
-            functools.partial(plgpu.barrier_arrive, refs.q_free.at[warpgroup])
-        )
+    accumulators = [plgpu.ACC((WARPGROUP_ROWS, shape.config.block_kv), jnp.float32)]
+    if has_previous and not shape.interpret:
+        accumulators.append(plgpu.ACC((WARPGROUP_ROWS, shape.head_dim), jnp.float32))
+    return pl.run_scoped(products, *accumulators)
 
+
+def _softmax(shape: _Shape, s: Any, mask: Any, m: Any, l: Any) -> tuple[Any, Any, Any, Any]:  # noqa: E741
+    """Unnormalized weights, new running maximum and sum, and the factor of older results."""
     factor = shape.scale * LOG2_E
     if shape.soft_cap is not None:
         s = jnp.tanh(s * (shape.scale / shape.soft_cap))
         factor = shape.soft_cap * LOG2_E
-    if masked:
-        s = jnp.where(_visible(shape, item, warpgroup, kv_tile), s, -jnp.inf)
-    # m is kept scaled, so that each weight is one fused multiply-add and one exp2.
+    if mask is not None:
+        s = jnp.where(mask, s, -jnp.inf)
+    # The maximum is kept scaled, so that a weight is one fused multiply-add and one exp2.
     m_new = jnp.maximum(m, s.max(axis=1) * factor)
     alpha = jnp.exp2(m - m_new)
     p = jnp.exp2(s * factor - lax.broadcast_in_dim(m_new, s.shape, [0]))
-    acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
-    l = l * alpha + p.sum(axis=1)  # noqa: E741
-    weights = p.astype(shape.dtype)
-    # Pins the softmax before the hand-over; without it the compiler moves it past the barrier.
-    acc, l, m_new, weights = lax.optimization_barrier((acc, l, m_new, weights))  # noqa: E741
-    plgpu.barrier_arrive(refs.turn)
-    plgpu.barrier_wait(refs.v_full.at[slot])
-    plgpu.barrier_wait(refs.turn)
+    return p, m_new, l * alpha + p.sum(axis=1), alpha
 
-    def values(acc_ref: Any) -> None:
-        plgpu.wgmma(acc_ref, weights, v_tile)
-        pl.when(kv_tile + 1 < item.end)(
-            functools.partial(plgpu.barrier_wait, refs.k_full.at[next_slot])
-        )
 
-    if shape.interpret:  # the interpreter has no register operand of wgmma
-        acc = acc + jnp.dot(weights.astype(jnp.float32), v_tile[...].astype(jnp.float32))
-        pl.when(kv_tile + 1 < item.end)(
-            functools.partial(plgpu.barrier_wait, refs.k_full.at[next_slot])
-        )
-    else:
-        acc = pl.run_state(values)(plgpu.ACC.init(acc))
-    plgpu.barrier_arrive(refs.v_free.at[slot])
-    return acc, m_new, l
+def _interpreted_values(acc: Any, weights: Any, v_tile: Any) -> Any:
+    """The interpreter has no register operand of wgmma."""
+    return acc + jnp.dot(weights.astype(jnp.float32), v_tile[...].astype(jnp.float32))
 
 
 def _visible(shape: _Shape, item: _Item, warpgroup: Any, kv_tile: Any) -> Any:
@@ -638,9 +684,14 @@ def _visible(shape: _Shape, item: _Item, warpgroup: Any, kv_tile: Any) -> Any:
 
 
 def _write_output(
-    shape: _Shape, refs: _Refs, item: _Item, warpgroup: Any, carry: tuple[Any, Any, Any]
+    shape: _Shape,
+    refs: _Refs,
+    item: _Item,
+    warpgroup: Any,
+    acc: Any,
+    m: Any,
+    l: Any,  # noqa: E741
 ) -> None:
-    acc, m, l = carry  # noqa: E741
     row = item.row + warpgroup * WARPGROUP_ROWS
     seen = l > 0
     inverse = 1.0 / jnp.where(seen, l, 1.0)
