@@ -59,8 +59,9 @@ def write_native(
     """
     dst = Path(os.path.abspath(dst))
     tensors = list(checkpoint.tensors(dtype))
-    check_destination(dst, overwrite)
     with _partial_directory(dst) as partial:
+        _put_back(dst)
+        check_destination(dst, overwrite)
         save_params(tensors, partial / PARAMS, progress)
         _write_json(partial / ARCH, checkpoint.arch.to_json())
         _write_json(partial / GENERATION, checkpoint.generation.to_json())
@@ -92,11 +93,17 @@ class _StreamingHandler(ocp.type_handlers.NumpyHandler):
         """Write one leaf after the other; nothing is left to wait for."""
         each = args or [ocp.SaveArgs()] * len(values)
         for tensor, info, arg in zip(values, infos, each, strict=True):
-            for write in await super().serialize([tensor.load()], [info], [arg]):
-                write.result()
+            await self._write(tensor, info, arg)
             if self._progress is not None:
                 self._progress(tensor)
         return []
+
+    async def _write(
+        self, tensor: NativeTensor, info: ocp.type_handlers.ParamInfo, arg: ocp.SaveArgs
+    ) -> None:
+        # A call of its own: on return nothing refers to the array any more.
+        for write in await super().serialize([tensor.load()], [info], [arg]):
+            write.result()
 
 
 def save_params(
@@ -144,40 +151,50 @@ def check_destination(dst: Path, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def _partial_directory(dst: Path) -> Iterator[Path]:
-    """A fresh hidden directory beside `dst`, gone afterwards unless it was moved into place.
+    """An empty hidden directory beside `dst`, gone afterwards unless it was moved into place.
 
-    A lock that ends with the process tells a killed conversion's left-over from a running one's.
+    It is locked for as long as the process lives, which tells a killed conversion's left-over,
+    to be removed, from a running conversion's work.
     """
     dst.parent.mkdir(parents=True, exist_ok=True)
     partial = dst.parent / f".{dst.name}.partial"
-    lock_path = dst.parent / f".{dst.name}.lock"
-    with lock_path.open("w") as lock:
+    partial.mkdir(exist_ok=True)
+    descriptor = os.open(partial, os.O_RDONLY)
+    try:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError(f"another conversion is writing {str(dst)!r}") from None
-        for left_over in (partial, _replaced(dst)):
-            shutil.rmtree(left_over, ignore_errors=True)
         try:
-            partial.mkdir()
+            for left_over in partial.iterdir():
+                shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
             yield partial
         finally:
-            for left_over in (partial, _replaced(dst)):
-                shutil.rmtree(left_over, ignore_errors=True)
-            lock_path.unlink(missing_ok=True)
+            shutil.rmtree(partial, ignore_errors=True)
+    finally:
+        os.close(descriptor)
 
 
 def _move_into_place(partial: Path, dst: Path) -> None:
+    replaced = _replaced(dst)
     if dst.exists():
-        dst.rename(_replaced(dst))
-        try:
-            partial.rename(dst)
-        except OSError:
-            _replaced(dst).rename(dst)
-            raise
-    else:
+        dst.rename(replaced)
+    try:
         partial.rename(dst)
+    except OSError:
+        _put_back(dst)
+        raise
     _sync_directory(dst.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _put_back(dst: Path) -> None:
+    """Undo a replacement that was cut short between moving the old away and the new in."""
+    replaced = _replaced(dst)
+    if dst.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+    elif replaced.exists():
+        replaced.rename(dst)
 
 
 def _replaced(dst: Path) -> Path:
