@@ -7,7 +7,7 @@ import numpy as np
 from scheduler.block_pool import BlockPool
 from scheduler.config import SchedulerConfig
 from scheduler.plan import Int32
-from scheduler.prefix_index import ROOT, PrefixIndex
+from scheduler.prefix_index import ROOT
 from scheduler.sequence import NO_ROW, Sequence
 
 
@@ -25,7 +25,7 @@ class BlockManager:
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self.pool = BlockPool(config.num_blocks, PrefixIndex(config.block_size))
+        self.pool = BlockPool(config.num_blocks, config.block_size)
         self._block_size = config.block_size
         self._caching = config.prefix_caching
         self._tables = np.zeros((config.max_num_seqs, config.max_blocks_per_seq), np.int32)

@@ -24,16 +24,19 @@ class BlockPool:
 
     Args:
         num_blocks: blocks of the pool, the null block included.
+        block_size: tokens per block.
+
+    Attributes:
         index: what the blocks hold; the owners of full blocks add them.
 
     Raises:
         ValueError: there is no block besides the null block.
     """
 
-    def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 2:
             raise ValueError(f"a pool has at least 2 blocks, got {num_blocks=}")
-        self.index = index
+        self.index = PrefixIndex(num_blocks, block_size)
         self._owners = [0] * num_blocks
         self._blank = list(range(num_blocks - 1, NULL_BLOCK, -1))  # a stack: lowest ids first
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first

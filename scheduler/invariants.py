@@ -67,12 +67,12 @@ def _check_tables(scheduler: Scheduler, seqs: list[Sequence]) -> None:
 def _check_content(scheduler: Scheduler, seq: Sequence) -> None:
     """The blocks of a sequence hold its own tokens as far as the index knows them."""
     size = scheduler.config.block_size
-    content = dict(scheduler.blocks.pool.index.items())
+    content = scheduler.blocks.pool.index.contents()
     for at, block in enumerate(seq.blocks):
         if block in content:
             assert at < seq.num_indexed, "a block is offered before it is full"
             tokens = seq.tokens(at * size, (at + 1) * size)
-            assert content[block].tokens == tokens.tobytes(), "a block is offered as another one"
+            assert content[block] == tokens.tobytes(), "a block is offered as another one"
 
 
 def _check_counters(seq: Sequence) -> None:

@@ -2,64 +2,62 @@
 
 The keys and values of a block depend on its own tokens and on all tokens before them. Content is
 therefore named by a chain: each full block that is indexed gets a fresh number, and the next
-block of the chain is indexed under (number of the block before it, own tokens). Both are compared
-in full when a block is looked up, so two prefixes share a block only if all their tokens are
-equal; a hash collision costs time and nothing else. Numbers are never used again, so nothing can
-be found behind a block that has been evicted.
+block of the chain is indexed under (number of the content before it, own tokens). Both are
+compared in full when a block is looked up, so two prefixes share a block only if all their tokens
+are equal; a hash collision costs time and nothing else. Numbers are never used again, so nothing
+can be found behind a block that has been evicted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 import numpy as np
 
 from scheduler.plan import Int32
 
 ROOT = 0
-"""Stands for the block before the first one."""
+"""Number of the empty content before the first block."""
+
+_NUMBER_BYTES = 8
 
 
-class BlockKey(NamedTuple):
-    """What a full block holds.
+def block_key(parent: int, tokens: bytes) -> bytes:
+    """What a full block is indexed under: the content before it, and its own tokens.
 
-    Attributes:
-        parent: number of the content before it.
-        tokens: its int32 token ids, as bytes.
+    One flat `bytes` remembers its hash and is nothing for the garbage collector to visit.
     """
-
-    parent: int
-    tokens: bytes
+    return parent.to_bytes(_NUMBER_BYTES, "little") + tokens
 
 
 class PrefixIndex:
     """Finds blocks by the tokens from the start of the sequence up to their end.
 
     Args:
+        num_blocks: blocks of the pool.
         block_size: tokens per block.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         self._block_bytes = block_size * np.dtype(np.int32).itemsize
-        self._blocks: dict[BlockKey, int] = {}
-        self._keys: dict[int, BlockKey] = {}
-        self._numbers: dict[int, int] = {}
+        self._blocks: dict[bytes, int] = {}
+        self._keys: list[bytes | None] = [None] * num_blocks
+        self._numbers = [ROOT] * num_blocks
         self._next_number = ROOT + 1
 
     def __contains__(self, block: int) -> bool:
-        return block in self._keys
+        return self._keys[block] is not None
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._blocks)
 
     def number(self, block: int) -> int:
         """Number of the content of an indexed block."""
         return self._numbers[block]
 
-    def items(self) -> list[tuple[int, BlockKey]]:
-        """Every indexed block with what it holds."""
-        return list(self._keys.items())
+    def contents(self) -> dict[int, bytes]:
+        """The int32 tokens of every indexed block, as bytes."""
+        return {block: key[_NUMBER_BYTES:] for key, block in self._blocks.items()}
 
     def find(self, tokens: Int32) -> list[int]:
         """The blocks that hold the longest indexed prefix of `tokens`, in order.
@@ -69,7 +67,7 @@ class PrefixIndex:
         found: list[int] = []
         parent = ROOT
         for part in self._split(tokens):
-            block = self._blocks.get(BlockKey(parent, part))
+            block = self._blocks.get(block_key(parent, part))
             if block is None:
                 break
             found.append(block)
@@ -88,7 +86,7 @@ class PrefixIndex:
             The number of the content of the last one, to be the parent of the next block.
         """
         for block, part in zip(blocks, self._split(tokens), strict=True):
-            key = BlockKey(parent, part)
+            key = block_key(parent, part)
             twin = self._blocks.get(key)
             if twin is None:
                 parent = self._next_number
@@ -102,15 +100,16 @@ class PrefixIndex:
 
     def discard(self, block: int) -> None:
         """The block will hold something else; does nothing if it is not indexed."""
-        key = self._keys.pop(block, None)
+        key = self._keys[block]
         if key is not None:
-            del self._blocks[key], self._numbers[block]
+            del self._blocks[key]
+            self._keys[block] = None
 
     def clear(self) -> None:
         """Forget all content."""
+        for block in self._blocks.values():
+            self._keys[block] = None
         self._blocks.clear()
-        self._keys.clear()
-        self._numbers.clear()
 
     def _split(self, tokens: Int32) -> Iterator[bytes]:
         """The bytes of each full block of tokens."""

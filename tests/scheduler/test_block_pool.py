@@ -1,13 +1,14 @@
 """The block pool's promises."""
 
+import numpy as np
 import pytest
 
 from scheduler import NULL_BLOCK, BlockPool, OutOfBlocks
-from scheduler.prefix_index import PrefixIndex
+from scheduler.prefix_index import ROOT
 
 
 def make_pool(num_blocks: int) -> BlockPool:
-    return BlockPool(num_blocks, PrefixIndex(block_size=16))
+    return BlockPool(num_blocks, block_size=16)
 
 
 def test_every_block_but_the_null_block_is_handed_out_once():
@@ -44,6 +45,27 @@ def test_releasing_more_often_than_owned_changes_nothing(extra: list[int]):
         pool.release([1, *extra])
     assert pool.free_blocks() == free
     assert [pool.num_owners(block) for block in range(5)] == [0, 1, 1, 0, 0]
+
+
+def test_a_negative_block_is_not_taken_for_one_at_the_end():
+    pool = make_pool(3)
+    pool.take(2)
+    with pytest.raises(ValueError, match="block -1 released 1 times, it is owned 0 times"):
+        pool.release([-1])
+
+
+def test_a_shared_block_is_free_when_its_last_owner_has_released_it():
+    pool = make_pool(3)
+    (block,) = pool.take(1)
+    pool.index.add([block], ROOT, np.arange(16, dtype=np.int32))
+    pool.share([block])
+    pool.release([block])
+    assert pool.num_owners(block) == 1 and block not in pool.free_blocks()
+    pool.share([block])
+    pool.release([block, block])  # both owners at once
+    assert pool.num_owners(block) == 0 and pool.free_blocks() == [2, block]
+    pool.share([block])
+    assert pool.num_owners(block) == 1 and pool.free_blocks() == [2]
 
 
 @pytest.mark.parametrize("blocks", [[NULL_BLOCK], [NULL_BLOCK, 4], [4, NULL_BLOCK]])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from scheduler import BlockPool, FinishReason, Request, SchedulerConfig, prefix_index
-from scheduler.prefix_index import ROOT, BlockKey, PrefixIndex
+from scheduler.prefix_index import ROOT, PrefixIndex
 from tests.support.drive import Driver, expected_tokens, request
 
 BOTH_LOOPS = pytest.mark.parametrize("pipelined", [True, False], ids=["pipelined", "synchronous"])
@@ -62,10 +62,8 @@ def test_an_overwritten_block_is_no_longer_found(pipelined: bool):
     assert serve(driver, request("again", tokens(100, 32), 4)) == [0]
 
 
-class CollidingKey(BlockKey):
+class CollidingBytes(bytes):
     """A key whose hash says nothing."""
-
-    __slots__ = ()
 
     def __hash__(self) -> int:
         return 0
@@ -74,7 +72,8 @@ class CollidingKey(BlockKey):
 @BOTH_LOOPS
 def test_colliding_hashes_share_nothing(pipelined: bool, monkeypatch: pytest.MonkeyPatch):
     """BM05: tokens and what came before them are compared, whatever the hash says."""
-    monkeypatch.setattr(prefix_index, "BlockKey", CollidingKey)
+    key = prefix_index.block_key
+    monkeypatch.setattr(prefix_index, "block_key", lambda *args: CollidingBytes(key(*args)))
     driver = make(40, pipelined)
     serve(driver, request("a", tokens(1, 33), 4), request("b", tokens(501, 33), 4))
     assert len(driver.scheduler.blocks.pool.index) == 4
@@ -123,7 +122,7 @@ def test_the_tail_of_a_prefix_is_evicted_before_its_head():
     """BM14: of three cached blocks the third goes first, the same on every repeat."""
     content = np.arange(48, dtype=np.int32)
     for _ in range(50):
-        pool = BlockPool(4, PrefixIndex(16))
+        pool = BlockPool(4, block_size=16)
         blocks = chain(pool, content)
         assert pool.take(1) == blocks[2:]
         assert pool.index.find(content) == blocks[:2]
@@ -222,6 +221,18 @@ def test_generated_tokens_are_cached_too(pipelined: bool):
     assert serve(driver, request("turn2", history + [1, 2, 3], 5)) == [64]
 
 
+@pytest.mark.parametrize("length", range(29, 34))
+@pytest.mark.parametrize("max_tokens", range(1, 5))
+def test_a_block_with_a_token_that_is_not_known_yet_is_not_offered(length: int, max_tokens: int):
+    """The end by length frees the blocks one step before the host knows what is in them."""
+    driver = make(40)
+    serve(driver, request("a", tokens(0, length), max_tokens))
+    for content in driver.scheduler.blocks.pool.index.contents().values():
+        block = np.frombuffer(content, np.int32).tolist()
+        known = tokens(0, length) + driver.outputs[0]
+        assert block in (known[:16], known[16:32])
+
+
 @BOTH_LOOPS
 def test_a_preempted_sequence_finds_its_own_blocks_again(pipelined: bool):
     """SC09: what is left to compute is counted after the hit is known."""
@@ -233,6 +244,7 @@ def test_a_preempted_sequence_finds_its_own_blocks_again(pipelined: bool):
     young = [s for plan in driver.plans for s in plan.seqs if s.request_id == "young"]
     resumed = [s for s in young[1:] if s.num_tokens > 1]
     assert resumed and all(s.start >= 16 and s.num_samples == 1 for s in resumed)
+    assert driver.last_updates[1].num_cached_tokens == 0  # of the prompt, when it first came
 
 
 @BOTH_LOOPS
@@ -272,7 +284,7 @@ def test_an_aborted_request_reports_its_hits():
 
 def test_a_block_behind_an_evicted_one_is_not_found_again():
     """Numbers of content are never used twice, so an orphan stays out of reach."""
-    index = PrefixIndex(16)
+    index = PrefixIndex(10, block_size=16)
     first, second, other = (np.full(16, value, np.int32) for value in (1, 2, 3))
     index.add([5, 7], ROOT, np.concatenate([first, second]))
     index.discard(5)

@@ -96,9 +96,9 @@ class HashModel:
     def check_content(self, index: PrefixIndex) -> None:
         """Whatever is offered as a prefix has been written, at the positions of a full block."""
         size = self._block_size
-        for block, key in index.items():
+        for block, tokens in index.contents().items():
             slots = slice(block * size, (block + 1) * size)
-            assert self._tokens[slots].astype(np.int32).tobytes() == key.tokens
+            assert self._tokens[slots].astype(np.int32).tobytes() == tokens
             first = self._positions[slots][0]
             assert first % size == 0
             assert np.array_equal(self._positions[slots], np.arange(first, first + size))
