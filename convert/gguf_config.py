@@ -121,6 +121,11 @@ def _rope(fields: Fields, source: GGUFSource, head_dim: int) -> RopeConfig:
     theta = shortest(theta)
     if ROPE_FREQS not in source.stored:
         return RopeConfig(theta=theta)
+    if source.stored[ROPE_FREQS].shape != (head_dim // 2,):
+        raise CheckpointError(
+            f"{fields.where}: {ROPE_FREQS} has shape {source.stored[ROPE_FREQS].shape}, "
+            f"wanted {(head_dim // 2,)}"
+        )
     divisors = source.read_rows(ROPE_FREQS, 0, head_dim // 2).astype(np.float64)
     scaling = Llama3Scaling(factor=shortest(divisors.max()), **_LLAMA3)
     expected = _llama3_divisors(theta, head_dim, scaling)
