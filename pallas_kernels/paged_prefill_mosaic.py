@@ -40,6 +40,8 @@ TILE_ROWS = CONSUMERS * WARPGROUP_ROWS
 WARPS = 4  # of the producer
 SUPPORTED_HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 SMEM_BYTES = 227 * 1024  # per thread block on Hopper
+# Registers a thread: 128 * (24 + 2 * 240) just fit a multiprocessor's 65536.
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 LOG2_E = math.log2(math.e)
 # Running maximum before any key is seen: finite, so that a row whose keys are all masked so far
 # computes exp2(-inf - LOWEST) = 0 and not exp2(-inf + inf) = NaN.
@@ -268,12 +270,12 @@ def _build(
 
         @pl.when(warpgroup == CONSUMERS)
         def _producer() -> None:
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
             _produce(shape, bound)
 
         @pl.when(warpgroup < CONSUMERS)
         def _consumer() -> None:
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
             _consume(shape, bound, warpgroup)
 
     semantics = plgpu.LoweringSemantics
@@ -359,7 +361,8 @@ def _place(config: PrefillConfig, turn: Any) -> Any:
     return jnp.where(backwards, config.thread_blocks - 1 - block, block)
 
 
-def _load_item(shape: _Shape, work_ref: Any, turn: Any) -> _Item:
+def _tile_and_head(shape: _Shape, work_ref: Any, turn: Any) -> tuple[Any, Any]:
+    """Row of the work list and query head of this block's item in round `turn`."""
     config = shape.config
     index = turn * config.thread_blocks + _place(config, turn)
     heads = shape.q_heads // config.head_sections
@@ -369,6 +372,18 @@ def _load_item(shape: _Shape, work_ref: Any, turn: Any) -> _Item:
         section = lax.div(index, section_items)
         index = index - section * section_items
     tile = lax.div(index, jnp.int32(heads))
+    return tile, section * heads + (index - tile * heads)
+
+
+def _first_row(shape: _Shape, work_ref: Any, turn: Any) -> Any:
+    """First query row of an item; loaded a round ahead, it brings its record into the L1 cache."""
+    tile, _ = _tile_and_head(shape, work_ref, turn)
+    return work_ref[jnp.minimum(tile, work_ref.shape[0] - 1), plan.ROW]
+
+
+def _load_item(shape: _Shape, work_ref: Any, turn: Any, row: Any) -> _Item:
+    config = shape.config
+    tile, head = _tile_and_head(shape, work_ref, turn)
     low, high = work_ref[tile, plan.LOW], work_ref[tile, plan.HIGH]
     offset, seq_len = work_ref[tile, plan.OFFSET], work_ref[tile, plan.SEQ_LEN]
 
@@ -387,8 +402,8 @@ def _load_item(shape: _Shape, work_ref: Any, turn: Any) -> _Item:
         full_first = jnp.clip(full_first, first, jnp.maximum(end - 1, first))
     full_end = jnp.maximum(full_end, full_first)
     return _Item(
-        tile=tile, head=section * heads + (index - tile * heads), row=work_ref[tile, plan.ROW],
-        low=low, high=high, offset=offset, seq=work_ref[tile, plan.SEQ], seq_len=seq_len,
+        tile=tile, head=head, row=row, low=low, high=high, offset=offset,
+        seq=work_ref[tile, plan.SEQ], seq_len=seq_len,
         first=first, end=end, full_first=full_first, full_end=full_end,
     )  # fmt: skip
 
@@ -397,17 +412,20 @@ def _produce(shape: _Shape, refs: _Refs) -> None:
     """Copy the queries, keys and values of all items of this thread block, in order."""
     stages = shape.config.stages
 
-    def item_body(turn: Any, base: Any) -> Any:
-        item = _load_item(shape, refs.work_ref, turn)
+    def item_body(turn: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        base, row = carry
+        item = _load_item(shape, refs.work_ref, turn, row)
+        next_row = _first_row(shape, refs.work_ref, turn + 1)
 
         def step_body(i: Any, _: None) -> None:
             slot = lax.rem(base + i, jnp.int32(stages))
             _copy_step(shape, refs, item, i, slot)
 
         lax.fori_loop(jnp.int32(0), item.steps, step_body, None)
-        return base + item.steps
+        return base + item.steps, next_row
 
-    lax.fori_loop(jnp.int32(0), _num_items(shape, refs.work_ref), item_body, jnp.int32(0))
+    start = (jnp.int32(0), _first_row(shape, refs.work_ref, jnp.int32(0)))
+    lax.fori_loop(jnp.int32(0), _num_items(shape, refs.work_ref), item_body, start)
     # Every arrival is waited for, the consumers' last ones too.
     for slot in range(stages):
         plgpu.barrier_wait(refs.k_free.at[slot])
@@ -523,8 +541,10 @@ def _consume(shape: _Shape, refs: _Refs, warpgroup: Any) -> None:
     plgpu.barrier_arrive(refs.q_free.at[warpgroup])
     pl.when(warpgroup == 1)(functools.partial(plgpu.barrier_arrive, refs.turn.at[0]))
 
-    def item_body(turn: Any, base: Any) -> Any:
-        item = _load_item(shape, refs.work_ref, turn)
+    def item_body(turn: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        base, row = carry
+        item = _load_item(shape, refs.work_ref, turn, row)
+        next_row = _first_row(shape, refs.work_ref, turn + 1)
 
         @pl.when(item.steps > 0)
         def _attend() -> None:
@@ -536,9 +556,10 @@ def _consume(shape: _Shape, refs: _Refs, warpgroup: Any) -> None:
         def _padding() -> None:
             _write_output(shape, refs, item, warpgroup, *_initial_state(shape, None))
 
-        return base + item.steps
+        return base + item.steps, next_row
 
-    lax.fori_loop(jnp.int32(0), _num_items(shape, refs.work_ref), item_body, jnp.int32(0))
+    start = (jnp.int32(0), _first_row(shape, refs.work_ref, jnp.int32(0)))
+    lax.fori_loop(jnp.int32(0), _num_items(shape, refs.work_ref), item_body, start)
     pl.when(warpgroup == 0)(functools.partial(plgpu.barrier_wait, refs.turn.at[0]))
     plgpu.wait_smem_to_gmem(0)
 
@@ -576,8 +597,6 @@ def _attention(
         body = functools.partial(step, masked, True)
         carry = lax.fori_loop(item.end - high, item.end - low, body, carry)
     acc, m, l, weights = carry  # noqa: E741
-    if shape.config.separate_output:
-        plgpu.barrier_arrive(refs.q_free.at[warpgroup])
     slot = lax.rem(base + item.steps - 1, stages)
     plgpu.barrier_wait(refs.v_full.at[slot])
     if shape.interpret:
@@ -631,6 +650,9 @@ def _step(
         else:
             s = s_ref[...]
         plgpu.barrier_arrive(refs.k_free.at[slot])
+        if shape.config.separate_output:
+            free_queries = functools.partial(plgpu.barrier_arrive, refs.q_free.at[warpgroup])
+            pl.when(i + 1 == item.steps)(free_queries)
         mask = _visible(shape, item, warpgroup, item.end - 1 - i) if masked else None
         p, m_new, l_new, alpha = _softmax(shape, s, mask, m, l)
         if not has_previous:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 # Columns of a work list.
-ROW = 0  # first row of the tile in the flat query array, a multiple of ROW_ALIGNMENT
+ROW = 0  # first row of the tile in the flat query array, a multiple of the alignment
 LOW = 1  # first row of the tile that the sequence owns
 HIGH = 2  # end of the rows of the tile that the sequence owns
 OFFSET = 3  # position in the sequence = row in the flat array + OFFSET
@@ -24,18 +24,24 @@ SEQ_LEN = 5  # cached positions of the sequence; 0 for padding
 COUNT = 6  # number of tiles in use, the same in every row of the list
 COLUMNS = 8
 
-# Tensor-copy boxes of swizzled tiles start at multiples of 8 rows. A sequence that starts between
-# them shares the first tile's leading rows with its neighbour, who owns and writes them.
+# Copies of swizzled tiles by the tensor copy engine start at multiples of 8 rows. A sequence that
+# starts between them shares the leading rows of its first tile with its neighbour, who owns and
+# writes them.
 ROW_ALIGNMENT = 8
 
 
-def num_tiles(tokens: int, seqs: int, tile_rows: int) -> int:
+def num_tiles(tokens: int, seqs: int, tile_rows: int, alignment: int) -> int:
     """Static length of a work list: enough tiles for any split of `tokens` among `seqs`."""
-    return -(-(tokens + (seqs + 1) * (ROW_ALIGNMENT - 1)) // tile_rows) + seqs + 1
+    return -(-(tokens + (seqs + 1) * (alignment - 1)) // tile_rows) + seqs + 1
 
 
 def plan_prefill(
-    seq_lens: np.ndarray, query_start: np.ndarray, *, tokens: int, tile_rows: int
+    seq_lens: np.ndarray,
+    query_start: np.ndarray,
+    *,
+    tokens: int,
+    tile_rows: int,
+    alignment: int = ROW_ALIGNMENT,
 ) -> np.ndarray:
     """Make the work list on the host.
 
@@ -44,29 +50,38 @@ def plan_prefill(
         query_start: int32 `[seqs + 1]`, rows of each sequence in the flat query array.
         tokens: rows of the flat query array; rows past `query_start[-1]` become padding tiles.
         tile_rows: query rows of one tile.
+        alignment: a tile's first row is a multiple of this.
 
     Returns:
-        int32 `[num_tiles(tokens, seqs, tile_rows), 8]`; the tiles in use come first, ordered by
+        int32 `[num_tiles(tokens, seqs, tile_rows, alignment), 8]`; the tiles in use come first, ordered by
         falling number of visible positions.
     """
-    return _plan(np, np.asarray(seq_lens), np.asarray(query_start), tokens, tile_rows)
+    lens, start = np.asarray(seq_lens), np.asarray(query_start)
+    return _plan(np, lens, start, tokens, tile_rows, alignment)
 
 
 def plan_prefill_traced(
-    seq_lens: jax.Array, query_start: jax.Array, *, tokens: int, tile_rows: int
+    seq_lens: jax.Array,
+    query_start: jax.Array,
+    *,
+    tokens: int,
+    tile_rows: int,
+    alignment: int = ROW_ALIGNMENT,
 ) -> jax.Array:
     """`plan_prefill` for traced lengths, inside a jitted function."""
-    return _plan(jnp, seq_lens, query_start, tokens, tile_rows)
+    return _plan(jnp, seq_lens, query_start, tokens, tile_rows, alignment)
 
 
-def _plan(xp: Any, seq_lens: Any, query_start: Any, tokens: int, tile_rows: int) -> Any:
+def _plan(
+    xp: Any, seq_lens: Any, query_start: Any, tokens: int, tile_rows: int, alignment: int
+) -> Any:
     seqs = seq_lens.shape[0]
-    length = num_tiles(tokens, seqs, tile_rows)
+    length = num_tiles(tokens, seqs, tile_rows, alignment)
     # The rows past the last sequence form one more sequence, of length 0: padding.
     start = xp.minimum(query_start, xp.int32(tokens))
     end = xp.concatenate([start[1:], xp.full((1,), tokens, xp.int32)])
     lens = xp.concatenate([seq_lens, xp.zeros((1,), xp.int32)])
-    aligned = start - start % xp.int32(ROW_ALIGNMENT)
+    aligned = start - start % xp.int32(alignment)
     tiles = (end - aligned + xp.int32(tile_rows - 1)) // xp.int32(tile_rows)
     tiles = xp.where(end > start, tiles, xp.int32(0))
     last = xp.cumsum(tiles, dtype=xp.int32)

@@ -1,0 +1,259 @@
+"""Ragged paged prefill attention in Pallas Triton, for GPUs without the Mosaic kernel's
+instructions and for quantized pools.
+
+One program computes one tile of a sequence's new tokens for all query heads of one key/value head:
+its rows are (token, head of the group) pairs, so that keys are read once per group. The tiles come
+from a work list (`prefill_plan`), longest first. Block ids are read one iteration ahead and carried
+through the loop: Triton pipelines a load only if its address does not hang on another load of the
+same iteration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels import prefill_plan
+from pallas_kernels.decode_merge import power_of_two_parts
+
+LOG2_E = math.log2(math.e)
+# The running maximum before any key is seen: finite, so that masked scores (-inf) weigh 0.
+LOWEST = -1e30
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillConfig:
+    """Tile sizes of the kernel.
+
+    Attributes:
+        rows: (token, head) pairs of one program; at least the group, rounded up to a power of two.
+        block_kv: keys per iteration.
+        num_warps: warps of one program; 8 for 128 rows, or the accumulators spill.
+        num_stages: tiles of keys in flight.
+    """
+
+    rows: int = 128
+    block_kv: int = 64
+    num_warps: int = 8
+    num_stages: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "block_kv"):
+            value = getattr(self, name)
+            if value < 16 or value & (value - 1):
+                raise ValueError(f"{name} must be a power of two of at least 16, got {value}")
+
+
+def default_config(head_dim: int, itemsize: int) -> PrefillConfig:
+    """The configuration for a shape outside any tuned table."""
+    if itemsize > 2:
+        return PrefillConfig(rows=64, block_kv=32, num_warps=4, num_stages=2)
+    if head_dim > 128:
+        return PrefillConfig(block_kv=32, num_stages=2)
+    return PrefillConfig()
+
+
+def paged_prefill_attention(
+    q: jax.Array,
+    kv_pool: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_start: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+    kv_scales: jax.Array | None,
+    return_lse: bool,
+    work: jax.Array | None = None,
+    config: PrefillConfig | None = None,
+    interpret: bool = False,
+) -> Any:
+    """See `pallas_kernels.paged_prefill_attention`; every default is filled in by the caller.
+
+    `work` is a work list for `tile_tokens` rows and no alignment, if the caller has made one.
+    """
+    tokens, q_heads, head_dim = q.shape
+    kv_heads = kv_pool.shape[2]
+    if kv_pool.dtype.itemsize == 1 and 2**31 < kv_pool.size <= 2**32:
+        raise NotImplementedError(
+            f"Triton addresses a pool of {kv_pool.size} one-byte elements with 32 bits, "
+            "which wrap at 2**31"
+        )
+    if head_dim % 16:
+        raise NotImplementedError(f"head_dim must be a multiple of 16, got {head_dim}")
+    config = config or default_config(head_dim, q.dtype.itemsize)
+    if work is None:
+        work = prefill_plan.plan_prefill_traced(
+            seq_lens,
+            query_start,
+            tokens=tokens,
+            tile_rows=tile_tokens(config, q_heads // kv_heads),
+            alignment=1,
+        )
+    extras = [x for x in (sinks, kv_scales) if x is not None]
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    outputs = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
+    if return_lse:
+        outputs.append(jax.ShapeDtypeStruct((tokens, q_heads), jnp.float32))
+    kernel = functools.partial(
+        _prefill_kernel,
+        config=config,
+        kv_heads=kv_heads,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        with_sinks=sinks is not None,
+        with_scales=kv_scales is not None,
+        with_lse=return_lse,
+        interpret=interpret,
+    )
+    out = pl.pallas_call(
+        kernel,
+        grid=(kv_heads, work.shape[0]),
+        in_specs=[whole] * (4 + len(extras)),
+        out_specs=[whole] * len(outputs),
+        out_shape=outputs,
+        interpret=interpret,
+        name="paged_prefill",
+        compiler_params=plt.CompilerParams(
+            num_warps=config.num_warps, num_stages=config.num_stages
+        ),
+    )(q, kv_pool, block_tables, work, *extras)
+    return tuple(out) if return_lse else out[0]
+
+
+def tile_tokens(config: PrefillConfig, group: int) -> int:
+    """Tokens of one tile: its rows shared by the heads of a group, rounded up to a power of two."""
+    return max(1, config.rows // pl.next_power_of_2(group))
+
+
+def _prefill_kernel(
+    q_ref: Any,
+    kv_ref: Any,
+    table_ref: Any,
+    work_ref: Any,
+    *refs: Any,
+    config: PrefillConfig,
+    kv_heads: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    with_sinks: bool,
+    with_scales: bool,
+    with_lse: bool,
+    interpret: bool,
+) -> None:
+    sink_ref = refs[0] if with_sinks else None
+    scale_ref = refs[int(with_sinks)] if with_scales else None
+    out_ref, lse_ref = (refs[-2], refs[-1]) if with_lse else (refs[-1], None)
+    q_heads, head_dim = q_ref.shape[1:]
+    block_size, block_kv = kv_ref.shape[3], config.block_kv
+    group = q_heads // kv_heads
+    padded_group = pl.next_power_of_2(group)
+    rows = tile_tokens(config, group) * padded_group
+    dims = power_of_two_parts(head_dim)
+    compute = jnp.float16 if kv_ref.dtype.itemsize == 1 else q_ref.dtype
+    precision = lax.Precision.HIGHEST if compute == jnp.float32 else None
+    head, tile = pl.program_id(0), pl.program_id(1)
+    key = jnp.arange(block_kv, dtype=jnp.int32)
+
+    def put(ref: Any, value: jax.Array, mask: jax.Array) -> None:
+        if interpret:  # no masked store there; clamped rows repeat what their original writes
+            ref[...] = value
+        else:
+            plt.store(ref, value, mask=mask)
+
+    @pl.when(tile < work_ref[0, prefill_plan.COUNT])
+    def _() -> None:
+        low, high = work_ref[tile, prefill_plan.LOW], work_ref[tile, prefill_plan.HIGH]
+        offset, seq = work_ref[tile, prefill_plan.OFFSET], work_ref[tile, prefill_plan.SEQ]
+        length = work_ref[tile, prefill_plan.SEQ_LEN]
+        row = jnp.arange(rows, dtype=jnp.int32)
+        member = jnp.minimum(row % padded_group, group - 1)
+        token = jnp.minimum(low + row // padded_group, high - 1)
+        owned = (row % padded_group < group) & (low + row // padded_group < high)
+        heads = head * group + member
+        position = token + offset
+        q = [q_ref[token, heads, part].astype(compute) for part in dims]
+        factor = scale if scale_ref is None else scale * scale_ref[0, head]
+
+        newest = jnp.minimum(high + offset, length) - 1  # last position that any row sees
+        end = (newest + block_kv) // block_kv
+        # Tiles full_first .. full_end - 1 are visible to every row.
+        full_end = jnp.clip((low + offset + 1) // block_kv, 0, end)
+        first = full_first = jnp.int32(0)
+        if window is not None:
+            first = jnp.clip((low + offset - (window - 1)) // block_kv, 0, end)
+            full_first = jnp.clip((newest - window + block_kv) // block_kv, first, end)
+            full_end = jnp.maximum(full_end, full_first)
+
+        def place(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+            # Clamped to positions of the sequence: an unused slot, which may hold NaN, is never
+            # read, and a masked weight of 0 always meets a finite value.
+            at = jnp.maximum(jnp.minimum(i * block_kv + key, newest), 0)
+            return table_ref[seq, at // block_size], at % block_size
+
+        def step(i: jax.Array, carry: tuple[Any, ...], *, masked: bool) -> tuple[Any, ...]:
+            accs, peak, total, (block, slot) = carry
+            following = place(i + 1)
+            scores = jnp.zeros((rows, block_kv), jnp.float32)
+            for part, q_part in zip(dims, q, strict=True):
+                k = kv_ref[block, 0, head, slot, part].astype(compute)
+                scores += plt.dot(q_part, k, trans_b=True, precision=precision)
+            if soft_cap is None:
+                scores = scores * (factor * LOG2_E)
+            else:
+                scores = jnp.tanh(scores * (factor / soft_cap)) * (soft_cap * LOG2_E)
+            if masked:
+                behind = position[:, None] - (i * block_kv + key)[None, :]
+                visible = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
+                scores = jnp.where(visible, scores, -jnp.inf)
+            new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
+            fade = jnp.exp2(peak - new_peak)
+            weights = jnp.exp2(scores - new_peak[:, None])
+            total = total * fade + jnp.sum(weights, axis=1)
+            weights = weights.astype(compute)
+            accs = tuple(
+                acc * fade[:, None]
+                + plt.dot(
+                    weights, kv_ref[block, 1, head, slot, part].astype(compute),
+                    precision=precision,
+                )
+                for part, acc in zip(dims, accs, strict=True)
+            )  # fmt: skip
+            return accs, new_peak, total, following
+
+        carry = (
+            tuple(jnp.zeros((rows, part.size), jnp.float32) for part in dims),
+            jnp.full((rows,), LOWEST, jnp.float32),
+            jnp.zeros((rows,), jnp.float32),
+            place(first),
+        )
+        if window is not None:
+            carry = lax.fori_loop(first, full_first, functools.partial(step, masked=True), carry)
+        carry = lax.fori_loop(full_first, full_end, functools.partial(step, masked=False), carry)
+        carry = lax.fori_loop(full_end, end, functools.partial(step, masked=True), carry)
+        accs, peak, total, _ = carry
+
+        if sink_ref is not None:
+            sink = sink_ref[heads] * LOG2_E
+            total = total + jnp.where(total > 0, jnp.exp2(sink - peak), 0.0)
+        seen = total > 0  # false in padding rows
+        safe = jnp.where(seen, total, 1.0)
+        v_factor = 1.0 if scale_ref is None else scale_ref[1, head]
+        for part, acc in zip(dims, accs, strict=True):
+            out = (acc * (v_factor / safe)[:, None]).astype(out_ref.dtype)
+            put(out_ref.at[token, heads, part], out, owned[:, None])
+        if lse_ref is not None:
+            lse = jnp.where(seen, (peak + jnp.log2(safe)) / LOG2_E, -jnp.inf)
+            put(lse_ref.at[token, heads], lse, owned)
