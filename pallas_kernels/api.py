@@ -9,6 +9,7 @@ is the null block: padding is written there and no sequence ever owns it. A slot
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -26,6 +27,9 @@ _Op = Callable[..., Any]
 
 
 def _decode(name: str) -> _Op:
+    if name in ("mosaic", "triton"):  # only a GPU needs their import
+        module = importlib.import_module(f"pallas_kernels.paged_decode_{name}")
+        return module.paged_decode_attention
     return {
         "xla": xla.paged_decode_attention,
         "reference": reference.paged_decode_attention,
@@ -39,7 +43,7 @@ def _prefill(name: str) -> _Op:
     }[name]
 
 
-DECODE_IMPLEMENTATIONS: tuple[Implementation, ...] = ("xla", "reference")
+DECODE_IMPLEMENTATIONS: tuple[Implementation, ...] = ("mosaic", "triton", "xla", "reference")
 PREFILL_IMPLEMENTATIONS: tuple[Implementation, ...] = ("xla", "reference")
 WRITE_IMPLEMENTATIONS: tuple[Implementation, ...] = ("xla", "reference")
 

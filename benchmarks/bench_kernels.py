@@ -1,0 +1,381 @@
+"""Check, tune and time the attention kernels on the default device.
+
+    python -m benchmarks.bench_kernels check
+    python -m benchmarks.bench_kernels decode [--tune] [--heads 32:8,40:40] [--seqs 1,8,32,128]
+
+A timed function calls the kernel many times in one compiled program, each output being the next
+query, over block tables that rotate through more memory than the L2 cache holds. One JSON line per
+case: the median over repeats, the bytes of keys and values per second, and their share of what a
+device copy moves (bytes read plus bytes written).
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import importlib
+import itertools
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels
+from benchmarks.record import record
+from pallas_kernels import reference
+from pallas_kernels.cases import DecodeCase, decode_cases, ragged_case
+from pallas_kernels.decode_plan import plan_decode
+from pallas_kernels.tuning import DecodeConfig, core_count
+
+warnings.filterwarnings("ignore", category=DeprecationWarning, module="jax")
+
+L2_BYTES = 60 << 20
+COMPILE_THREADS = 12
+OPTIONS: dict[str, Any] = {
+    "window": None, "soft_cap": None, "sinks": None, "kv_scales": None, "return_lse": False,
+}  # fmt: skip
+
+
+def median_seconds(
+    run: Callable[..., Any], args: tuple[Any, ...], calls: int, budget: float = 0.04
+) -> tuple[float, float]:
+    """Median and spread (largest over median, minus 1) of the time of one of `calls` calls."""
+    jax.block_until_ready(run(*args))
+    start = time.perf_counter()
+    jax.block_until_ready(run(*args))
+    once = time.perf_counter() - start
+    inner = max(1, round(budget / 5 / once))
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(inner):
+            last = run(*args)
+        jax.block_until_ready(last)
+        times.append((time.perf_counter() - start) / (inner * calls))
+    middle = statistics.median(times)
+    return middle, max(times) / middle - 1
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second that a device copy moves, read and written counted."""
+    x = jnp.ones((1 << 30,), jnp.bfloat16)
+    copy = jax.jit(lambda x: x + jnp.ones((), x.dtype))
+    seconds, _ = median_seconds(copy, (x,), 1)
+    return 2 * x.nbytes / seconds
+
+
+def random_pool(blocks: int, case: DecodeCase) -> jax.Array:
+    """A pool of random numbers; large ones repeat a piece of 256 MiB."""
+    shape = (2, case.kv_heads, case.block_size, case.head_dim)
+    piece = min(blocks, (128 << 20) // int(np.prod(shape)))
+
+    @jax.jit
+    def fill() -> jax.Array:
+        x = jax.random.normal(jax.random.key(0), (piece, *shape), jnp.bfloat16)
+        x = x.astype(case.kv_dtype)
+        return jnp.tile(x, (-(-blocks // piece), 1, 1, 1, 1))
+
+    return jax.block_until_ready(fill())
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One implementation with one configuration."""
+
+    backend: str
+    config: DecodeConfig
+
+    def __str__(self) -> str:
+        c = self.config
+        return f"{self.backend}:{c.tile}x{c.stages}w{c.num_warps}@{c.workers}"
+
+    def attention(self) -> Callable[..., Any]:
+        module = importlib.import_module(f"pallas_kernels.paged_decode_{self.backend}")
+        return module.paged_decode_attention
+
+
+def variants(case: DecodeCase, backends: list[str]) -> Iterator[Variant]:
+    """Configurations worth timing: those whose stages fit into shared memory."""
+    tile_bytes = 2 * case.head_dim * jnp.dtype(case.kv_dtype).itemsize
+    for backend in backends:
+        if backend == "mosaic" and case.kv_dtype != "bfloat16":
+            continue
+        for tile, per_core in itertools.product((32, 64, 128), (1, 2, 3, 4)):
+            room = (227 << 10) // per_core - (10 << 10 if backend == "mosaic" else 2 << 10)
+            stages = room // (tile * tile_bytes)
+            if backend == "mosaic" and (tile == 32 or per_core == 4 or stages < 2):
+                continue
+            if backend == "triton" and (per_core == 1 or stages < 2):
+                continue
+            stages = min(stages, 8 if backend == "mosaic" else 4)
+            workers = per_core * core_count()
+            yield Variant(backend, DecodeConfig(tile=tile, stages=stages, workers=workers))
+
+
+@dataclasses.dataclass
+class Workload:
+    """Arrays of one decode case."""
+
+    case: DecodeCase
+    calls: int
+    tables: list[jax.Array]
+    lens: np.ndarray
+    q: jax.Array
+
+    @classmethod
+    def of(cls, case: DecodeCase, blocks: int) -> Workload:
+        lens = np.asarray(case.seq_lens, np.int32)
+        columns = -(-int(lens.max()) // case.block_size)
+        kv_bytes = case.kv_bytes
+        rotations = int(np.clip(-(-4 * L2_BYTES // kv_bytes), 1, 64))
+        rng = np.random.default_rng(0)
+        need = rotations * len(lens) * columns
+        order = np.concatenate(
+            [1 + rng.permutation(blocks - 1) for _ in range(-(-need // (blocks - 1)))]
+        )
+        tables = order[:need].reshape(rotations, len(lens), columns).astype(np.int32)
+        calls = max(rotations, 16 if kv_bytes < 1 << 29 else 4)
+        q = jax.random.normal(
+            jax.random.key(1), (len(lens), case.q_heads, case.head_dim), jnp.bfloat16
+        )
+        return cls(case, calls, [jnp.asarray(t) for t in tables], lens, q)
+
+    def build(self, variant: Variant, pool: jax.Array) -> Any:
+        """Compile `calls` chained calls."""
+        attention, case = variant.attention(), self.case
+        scales = None if pool.dtype == self.q.dtype else jnp.ones((2, case.kv_heads), jnp.float32)
+
+        @jax.jit
+        def once(
+            q: jax.Array, pool: jax.Array, table: jax.Array, lens: jax.Array, plan: jax.Array
+        ) -> Any:
+            options = OPTIONS | {"scale": case.head_dim**-0.5, "kv_scales": scales}
+            return attention(q, pool, table, lens, plan=plan, config=variant.config, **options)
+
+        def chain(
+            q: jax.Array, pool: jax.Array, tables: Any, lens: jax.Array, plan: jax.Array
+        ) -> Any:
+            for i in range(self.calls):
+                q = once(q, pool, tables[i % len(tables)], lens, plan)
+            return q
+
+        args = (self.q, pool, self.tables, jnp.asarray(self.lens), self.plan(variant))
+        return jax.jit(chain).lower(*args).compile(), args
+
+    def plan(self, variant: Variant) -> jax.Array:
+        config = variant.config
+        plan = plan_decode(
+            self.lens, kv_heads=self.case.kv_heads, tile=config.tile, workers=config.workers
+        )
+        return jnp.asarray(plan)
+
+
+def bench_decode(args: argparse.Namespace) -> None:
+    """Time every case with its best (or every) configuration."""
+    ceiling = copy_bandwidth()
+    print(f"copy {ceiling / 1e12:.2f} TB/s", flush=True)
+    backends = args.backends.split(",")
+    table = []
+    for _, group in itertools.groupby(selected_cases(args), key=lambda c: c.pool_key):
+        cases = list(group)
+        blocks = 2 + max(max(c.blocks for c in cases), (1 << 30) // cases[0].block_bytes)
+        pool = random_pool(blocks, cases[0])
+        for case in cases:
+            table += time_case(case, Workload.of(case, blocks), pool, backends, ceiling, args)
+        del pool
+    print(f"{'case':34} {'variant':22} {'us':>9} {'TB/s':>6} {'copy':>5}")
+    for row in table:
+        print("{case:34} {variant:22} {us:9.2f} {tb_s:6.3f} {share:5.2f}".format(**row))
+
+
+def time_case(
+    case: DecodeCase,
+    work: Workload,
+    pool: jax.Array,
+    backends: list[str],
+    ceiling: float,
+    args: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    candidates = [v for v in variants(case, backends) if not args.only or str(v) in args.only]
+    rows = []
+    with concurrent.futures.ThreadPoolExecutor(COMPILE_THREADS) as threads:
+        built = [(v, threads.submit(work.build, v, pool)) for v in candidates]
+        for variant, future in built:
+            try:
+                run, run_args = future.result()
+            except (NotImplementedError, jax.errors.JaxRuntimeError, ValueError) as error:
+                print(f"{case.name} {variant}: {str(error)[:200]!r}", flush=True)
+                continue
+            seconds, spread = median_seconds(run, run_args, work.calls)
+            row = {
+                "case": case.name,
+                "variant": str(variant),
+                "us": seconds * 1e6,
+                "tb_s": case.kv_bytes / seconds / 1e12,
+                "share": case.kv_bytes / seconds / ceiling,
+            }
+            rows.append(row)
+            record(
+                "paged_decode", case.name, args.out, implementation=variant.backend,
+                median_us=round(row["us"], 3), spread=round(spread, 4), kv_bytes=case.kv_bytes,
+                tb_per_s=round(row["tb_s"], 4), copy_share=round(row["share"], 4),
+                copy_tb_per_s=round(ceiling / 1e12, 3), calls=work.calls,
+                rotations=len(work.tables), **dataclasses.asdict(variant.config),
+            )  # fmt: skip
+    rows.sort(key=lambda row: row["us"])
+    best = [next((r for r in rows if r["variant"].startswith(b)), None) for b in backends]
+    return [row for row in best if row is not None] if args.best else rows
+
+
+def selected_cases(args: argparse.Namespace) -> list[DecodeCase]:
+    """The cases that the command line names."""
+    heads = [tuple(map(int, h.split(":"))) for h in args.heads.split(",")]
+    cases = decode_cases(
+        heads=heads,
+        seqs=[int(x) for x in args.seqs.split(",")],
+        contexts=[int(x) for x in args.contexts.split(",")],
+        block_sizes=[int(x) for x in args.block_sizes.split(",")],
+        kv_dtypes=args.kv_dtypes.split(","),
+    )
+    if args.ragged:
+        cases = [ragged_case(case, seed=0) for case in cases]
+    skip = [tuple(map(int, s.split("x"))) for s in args.skip.split(",") if s]
+    return [c for c in cases if (len(c.seq_lens), max(c.seq_lens)) not in skip]
+
+
+def check(args: argparse.Namespace) -> None:
+    """Compare the kernels with the float32 oracle, unused slots full of NaN, each run twice."""
+    failures = 0
+    jobs = list(itertools.product(args.backends.split(","), check_problems()))
+    with concurrent.futures.ThreadPoolExecutor(COMPILE_THREADS) as threads:
+        for (backend, problem), outcome in zip(
+            jobs, threads.map(lambda job: check_one(*job), jobs), strict=True
+        ):
+            failures += not outcome["ok"]
+            print(backend, problem["name"], outcome, flush=True)
+    print("CHECK", "PASS" if not failures else f"FAIL {failures}", flush=True)
+    if failures:
+        raise SystemExit(1)
+
+
+def check_problems() -> list[dict[str, Any]]:
+    """Shapes and options that together touch every branch of the kernels."""
+    lens = [0, 1, 15, 16, 17, 63, 64, 65, 500, 1024, 4000]
+    plain = {"lens": lens, "heads": (8, 4), "head_dim": 128, "block_size": 16, "kv": None}
+    changes: list[dict[str, Any]] = [
+        {},
+        {"heads": (8, 1), "block_size": 64},
+        {"heads": (2, 7), "block_size": 32, "head_dim": 64},
+        {"heads": (3, 3), "head_dim": 64},
+        {"heads": (2, 16), "head_dim": 256, "block_size": 128},
+        {"heads": (1, 32), "window": 100},
+        {"heads": (4, 2), "soft_cap": 2.0, "window": 1000},
+        {"sinks": True, "block_size": 32},
+        {"lens": [70_000, 3]},
+        {"heads": (4, 4), "head_dim": 80},
+        {"heads": (4, 8), "kv": "float8_e4m3fn"},
+        {"heads": (4, 1), "kv": "int8", "head_dim": 64},
+    ]
+    problems = [plain | change for change in changes]
+    return [
+        problem | {"name": str(change)} for problem, change in zip(problems, changes, strict=True)
+    ]
+
+
+def check_one(backend: str, problem: dict[str, Any]) -> dict[str, Any]:
+    rng = np.random.default_rng(hash(problem["name"]) % 2**32)
+    lens = np.asarray(problem["lens"], np.int32)
+    (kv_heads, group), size, dim = problem["heads"], problem["block_size"], problem["head_dim"]
+    columns = -(-int(lens.max()) // size)
+    used = -(-lens // size)
+    blocks = 2 + int(used.sum())
+    tables = np.full((len(lens), columns), blocks - 1, np.int32)
+    order = 1 + rng.permutation(blocks - 2)
+    owned = np.zeros((blocks, size), bool)
+    for s, length in enumerate(lens):
+        mine, order = order[: used[s]], order[used[s] :]
+        tables[s, : used[s]] = mine
+        owned[mine] = True
+        if length % size:
+            owned[mine[-1], length % size :] = False
+    kv = rng.standard_normal((blocks, 2, kv_heads, size, dim), np.float32)
+    pool_dtype = jnp.dtype(problem["kv"] or "bfloat16")
+    garbage = 127.0 if pool_dtype == jnp.int8 else np.nan
+    kv = np.where(owned[:, None, None, :, None], kv * (30 if garbage == 127.0 else 1), garbage)
+    pool = jnp.asarray(kv).astype(pool_dtype)
+    scales = None
+    if problem["kv"]:
+        scales = jnp.asarray(
+            rng.uniform(0.5, 1.5, (2, kv_heads)) / (30 if garbage == 127.0 else 1), jnp.float32
+        )
+    q = jnp.asarray(rng.standard_normal((len(lens), kv_heads * group, dim)), jnp.bfloat16)
+    sinks = rng.standard_normal(q.shape[1])
+    options = OPTIONS | {
+        "scale": dim**-0.5, "kv_scales": scales, "return_lse": True,
+        "window": problem.get("window"), "soft_cap": problem.get("soft_cap"),
+        "sinks": jnp.asarray(sinks, jnp.float32) if problem.get("sinks") else None,
+    }  # fmt: skip
+    args = (pool, jnp.asarray(tables), jnp.asarray(lens))
+    named = options | {"implementation": backend}
+    run = jax.jit(lambda *a: pallas_kernels.paged_decode_attention(*a, **named))
+    try:
+        out, lse = run(q, *args)
+    except NotImplementedError as error:
+        return {"ok": True, "declined": str(error)[:80]}
+    again, lse_again = run(q, *args)
+    wanted, wanted_lse = jax.device_get(oracle(q, args, options))
+    out, again = (np.asarray(x, np.float64) for x in (out, again))
+    error = np.abs(out - wanted)
+    relative = float(np.linalg.norm(out - wanted) / np.linalg.norm(wanted))
+    lse_error = float(
+        np.nanmax(np.abs(np.where(lens[:, None] > 0, np.asarray(lse) - wanted_lse, 0.0)))
+    )
+    same = bool((out == again).all() and (np.asarray(lse) == np.asarray(lse_again)).all())
+    ok = bool(error.max() <= 2e-2 and relative <= 5e-3 and lse_error <= 5e-3 and same)
+    return {
+        "ok": ok, "max": round(float(error.max()), 5), "relative": round(relative, 5),
+        "lse": round(lse_error, 6), "twice_equal": same,
+    }  # fmt: skip
+
+
+def oracle(q: jax.Array, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """The float32 reference, one sequence at a time to bound its memory."""
+    pool, tables, lens = args
+    size = pool.shape[3]
+    fn = jax.jit(lambda *a: reference.paged_decode_attention(*a, **options))
+    outs = []
+    for s, length in enumerate(np.asarray(lens)):
+        columns = 1 << max(0, -(-int(length) // size) - 1).bit_length()
+        table = tables[s : s + 1, : min(columns, tables.shape[1])]
+        wide = q[s : s + 1].astype(jnp.float32)
+        outs.append(fn(wide, pool, table, lens[s : s + 1]))
+    return tuple(jnp.concatenate(x) for x in zip(*outs, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["check", "decode"])
+    parser.add_argument("--backends", default="mosaic,triton")
+    parser.add_argument("--heads", default="32:8:128,40:40:128", help="query:key/value:head_dim")
+    parser.add_argument("--seqs", default="1,8,32,128")
+    parser.add_argument("--contexts", default="1024,4096,32768")
+    parser.add_argument("--block-sizes", default="16")
+    parser.add_argument("--kv-dtypes", default="bfloat16")
+    parser.add_argument("--skip", default="", help="cells to leave out, such as 128x32768")
+    parser.add_argument("--ragged", action="store_true", help="lognormal lengths of that mean")
+    parser.add_argument("--only", default="", help="names of variants to time, all by default")
+    parser.add_argument("--best", action="store_true", help="list only the best of each backend")
+    parser.add_argument("--out", type=Path, help="append the JSON lines to this file as well")
+    args = parser.parse_args()
+    check(args) if args.what == "check" else bench_decode(args)
+
+
+if __name__ == "__main__":
+    main()

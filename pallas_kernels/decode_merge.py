@@ -1,0 +1,138 @@
+"""Merge of the partial results of contexts that several workers shared.
+
+A partial result is normalised, with the base-2 logarithm of its softmax denominator; partial
+results are weighted by their share of the sum of all denominators.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.decode_plan import Column
+
+LOG2_E = math.log2(math.e)
+PARTS = 16  # partial results per iteration
+
+
+def merge_parts(
+    out: jax.Array,
+    lse: jax.Array,
+    part: jax.Array,
+    part_lse: jax.Array,
+    plan: jax.Array,
+    sinks: jax.Array | None,
+    *,
+    kv_heads: int,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Fill in the rows of `out` and `lse` that the decode kernel left to the merge, in place.
+
+    Args:
+        out: `[seqs, q_heads, head_dim]`, finished but for the contexts that `plan` names.
+        lse: float32 `[seqs, q_heads]`, natural logarithm, likewise.
+        part: float32 `[2, workers, rows, head_dim]`; index 0 for the piece that begins a context,
+            1 for a later one. With more `rows` than a group has heads, a group begins at row
+            `(index of its first head in the batch) % 8`.
+        part_lse: float32 `[2, workers, rows]`, base 2.
+        plan: see `decode_plan`.
+        sinks: float32 `[q_heads]` or None.
+        kv_heads: key/value heads of the pool.
+        interpret: run on a CPU, for tests.
+
+    Returns:
+        The completed `out` and `lse`.
+    """
+    workers, rows, head_dim = part.shape[1:]
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    extras = [] if sinks is None else [sinks]
+    group = out.shape[1] // kv_heads
+    return pl.pallas_call(
+        functools.partial(_merge_kernel, group=group, with_sinks=sinks is not None),
+        grid=(workers, group),
+        in_specs=[whole] * (5 + len(extras)),
+        out_specs=[whole] * 2,
+        out_shape=[
+            jax.ShapeDtypeStruct(out.shape, out.dtype),
+            jax.ShapeDtypeStruct(lse.shape, lse.dtype),
+        ],
+        input_output_aliases={0: 0, 1: 1},
+        interpret=interpret,
+        name="paged_decode_merge",
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+    )(
+        out,
+        lse,
+        part.reshape(2 * workers, rows, head_dim),
+        part_lse.reshape(-1, rows),
+        plan,
+        *extras,
+    )
+
+
+def _merge_kernel(
+    _out_in_ref: Any,
+    _lse_in_ref: Any,
+    part_ref: Any,
+    part_lse_ref: Any,
+    plan_ref: Any,
+    *refs: Any,
+    group: int,
+    with_sinks: bool,
+) -> None:
+    out_ref, lse_ref = refs[-2:]
+    workers, rows = part_ref.shape[0] // 2, part_ref.shape[1]
+    worker, row = pl.program_id(0), pl.program_id(1)
+    later_parts = plan_ref[worker, Column.MERGE_PARTS]
+
+    @pl.when(later_parts > 0)
+    def _() -> None:
+        seq = plan_ref[worker, Column.MERGE_SEQ]
+        q_head = plan_ref[worker, Column.MERGE_HEAD] * group
+        first_row = (seq * out_ref.shape[1] + q_head) % 8 if rows > group else 0
+        dims = power_of_two_parts(out_ref.shape[2])
+
+        def fold(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            accs, peak, total = carry
+            index = i * PARTS + jnp.arange(PARTS, dtype=jnp.int32)
+            clamped = jnp.minimum(index, later_parts)
+            slot = worker + jnp.where(index == 0, 0, workers + clamped)
+            logs = jnp.where(index <= later_parts, part_lse_ref[slot, first_row + row], -jnp.inf)
+            new_peak = jnp.maximum(peak, jnp.max(logs, axis=0))
+            fade, weights = jnp.exp2(peak - new_peak), jnp.exp2(logs - new_peak)
+            accs = tuple(
+                acc * fade
+                + jnp.sum(part_ref[slot, first_row + row, dim] * weights[:, None], axis=0)
+                for dim, acc in zip(dims, accs, strict=True)
+            )
+            return accs, new_peak, total * fade + jnp.sum(weights, axis=0)
+
+        # Every part has seen at least one key, so the maximum is finite after the first fold.
+        init = (
+            tuple(jnp.zeros((dim.size,), jnp.float32) for dim in dims),
+            jnp.float32(-1e30),
+            jnp.float32(0.0),
+        )
+        accs, peak, total = lax.fori_loop(0, pl.cdiv(later_parts + 1, PARTS), fold, init)
+        if with_sinks:
+            total = total + jnp.exp2(refs[0][q_head + row] * LOG2_E - peak)
+        for dim, acc in zip(dims, accs, strict=True):
+            out_ref[seq, q_head + row, dim] = (acc / total).astype(out_ref.dtype)
+        lse_ref[seq, q_head + row] = (peak + jnp.log2(total)) / LOG2_E
+
+
+def power_of_two_parts(size: int) -> list[pl.Slice]:
+    """Cut a head into pieces that Triton can load: 80 is 64 + 16."""
+    parts, start = [], 0
+    while start < size:
+        part = 1 << ((size - start).bit_length() - 1)
+        parts.append(pl.ds(start, part))
+        start += part
+    return parts

@@ -1,0 +1,427 @@
+"""Paged decode attention for Hopper GPUs, in Pallas Mosaic GPU.
+
+Decoding is bound by the rate at which keys and values arrive, so everything serves that rate:
+
+* The grid is persistent and each thread block works off an equal part of all tiles of keys in the
+  batch (`decode_plan`). Its producer warpgroup runs ahead of the arithmetic by as many tiles as fit
+  into shared memory, across the boundaries of sequences and heads: the stream never drains.
+* A tile is gathered block by block through the block table by the tensor copy engine. The block
+  ids of the next tile are read while this one is being requested.
+* The products are transposed: keys are the M side of `S^T = K q^T` and head_dim the M side of
+  `O^T = V^T P^T`, while the few query rows of a group are the N side, which may be as narrow as 8.
+  Tensor cores then spend nothing on padding a group to 64 rows, and a softmax is four numbers per
+  thread and tile.
+* A context that several thread blocks share is merged by a second, small kernel (`decode_merge`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.decode_merge import merge_parts
+from pallas_kernels.decode_plan import Column, first_tile, plan_decode, visible_tiles
+from pallas_kernels.tuning import DecodeConfig, decode_config
+
+LOG2_E = math.log2(math.e)
+# The running maximum before any key is seen: finite, so that masked scores (-inf) weigh 0.
+LOWEST = -1e30
+COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # one number per query row, the columns of the products
+TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
+
+
+def paged_decode_attention(
+    q: jax.Array,
+    kv_pool: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+    kv_scales: jax.Array | None,
+    return_lse: bool,
+    plan: jax.Array | None = None,
+    config: DecodeConfig | None = None,
+    interpret: Any = None,
+) -> Any:
+    """See `pallas_kernels.paged_decode_attention`; every default is filled in by the caller."""
+    _check_supported(q, kv_pool, kv_scales)
+    kv_heads = kv_pool.shape[2]
+    if config is None:
+        config = decode_config("mosaic", q, kv_pool, block_tables)
+    if plan is None:
+        plan = plan_decode(
+            seq_lens, kv_heads=kv_heads, tile=config.tile, workers=config.workers, window=window
+        )
+    problem = _Problem(
+        seqs=q.shape[0],
+        q_heads=q.shape[1],
+        kv_heads=kv_heads,
+        head_dim=q.shape[2],
+        block_size=kv_pool.shape[3],
+        tile=config.tile,
+        stages=config.stages,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        with_sinks=sinks is not None,
+        with_lse=return_lse,
+    )
+    call = _build(problem, q.dtype, plan.shape[0], interpret)
+    out, lse, part, part_lse = call(
+        _padded_rows(q, problem),
+        kv_pool.reshape(-1, problem.head_dim),
+        block_tables,
+        seq_lens,
+        plan,
+        *([] if sinks is None else [jnp.tile(sinks, 1 + -(-problem.columns // sinks.size))]),
+    )
+    out, lse = merge_parts(
+        out.reshape(q.shape),
+        lse.reshape(q.shape[:2]),
+        part,
+        part_lse,
+        plan,
+        sinks,
+        kv_heads=kv_heads,
+        interpret=interpret is not None,
+    )
+    return (out, lse) if return_lse else out
+
+
+def _check_supported(q: jax.Array, kv_pool: jax.Array, kv_scales: jax.Array | None) -> None:
+    head_dim, block_size = q.shape[2], kv_pool.shape[3]
+    if kv_scales is not None or q.dtype.itemsize != 2:
+        raise NotImplementedError(f"needs a 16-bit pool like q, got {q.dtype} and {kv_pool.dtype}")
+    if head_dim % 64 or head_dim > 256:
+        raise NotImplementedError(f"head_dim must be 64, 128, 192 or 256, got {head_dim}")
+    if block_size not in (8, 16, 32, 64, 128):
+        raise NotImplementedError(f"block_size must be 8, 16, 32, 64 or 128, got {block_size}")
+
+
+def _padded_rows(q: jax.Array, problem: _Problem) -> jax.Array:
+    """All query rows under each other; a copy of `columns` rows from any group stays inside."""
+    rows, columns = problem.seqs * problem.q_heads, problem.columns
+    padded = rows if rows % columns == 0 else -(-(rows + columns) // 8) * 8
+    return jnp.pad(q.reshape(rows, problem.head_dim), ((0, padded - rows), (0, 0)))
+
+
+def _columns(group: int) -> int:
+    """Query rows of one product: the group, and its neighbours up to multiples of 8.
+
+    Copies start at multiples of 8 rows, so a group that can straddle one needs a row more.
+    """
+    aligned = 8 % group == 0 or group % 8 == 0
+    return 8 * -(-(group if aligned else group + 7) // 8)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Problem:
+    """Everything about a call that is known when it is compiled."""
+
+    seqs: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    tile: int
+    stages: int
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    with_sinks: bool
+    with_lse: bool
+
+    @property
+    def group(self) -> int:
+        return self.q_heads // self.kv_heads
+
+    @property
+    def columns(self) -> int:
+        return _columns(self.group)
+
+    @property
+    def copy_rows(self) -> int:
+        """Rows of one copy: a block, or a tile of a larger block."""
+        return min(self.block_size, self.tile)
+
+    @property
+    def copies(self) -> int:
+        return self.tile // self.copy_rows
+
+    def following(self, seq: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The next (sequence, head) in the order of the plan."""
+        wraps = head + 1 == self.kv_heads
+        next_seq = jnp.minimum(jnp.where(wraps, seq + 1, seq), self.seqs - 1)
+        return next_seq, jnp.where(wraps, 0, head + 1)
+
+
+def _build(problem: _Problem, dtype: Any, workers: int, interpret: Any) -> Any:
+    """The kernel for a problem: q, pool rows, tables, lengths, plan (and sinks) to its outputs."""
+    rows, columns = problem.seqs * problem.q_heads, problem.columns
+    tile_shape = (problem.stages, problem.tile, problem.head_dim)
+    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+    def body(*refs: Any) -> None:
+        inputs, (out, lse, part, part_lse, q, k, v, p, o, o_part, lse_row, *bars) = (
+            refs[: 5 + problem.with_sinks],
+            refs[5 + problem.with_sinks :],
+        )
+        q_ref, kv_ref, table_ref, len_ref, plan_ref = inputs[:5]
+        q_bar, k_bar, v_bar, k_free, v_free = bars
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == 0)
+        def _() -> None:
+            sources = (q_ref, len_ref, plan_ref, inputs[5] if problem.with_sinks else None)
+            sinks = (out, lse, part, part_lse, o, o_part, lse_row)
+            _consume(problem, sources, sinks, (q, k, v, p), (q_bar, k_bar, v_bar, k_free, v_free))
+
+        @pl.when(warpgroup == 1)
+        def _() -> None:
+            plgpu.set_max_registers(64, action="decrease")
+            sources = (kv_ref, table_ref, len_ref, plan_ref)
+            _produce(problem, sources, (k, v), (k_bar, v_bar, k_free, v_free))
+
+    return plgpu.kernel(
+        body,
+        out_type=[
+            jax.ShapeDtypeStruct((rows, problem.head_dim), dtype),
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
+            jax.ShapeDtypeStruct((2, workers, columns, problem.head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((2, workers, columns), jnp.float32),
+        ],
+        scratch_types=[
+            plgpu.SMEM((columns, problem.head_dim), dtype, transforms=tiled),
+            plgpu.SMEM(tile_shape, dtype, transforms=tiled),
+            plgpu.SMEM(tile_shape, dtype, transforms=tiled),
+            plgpu.SMEM((columns, problem.tile), dtype, transforms=tiled),
+            plgpu.SMEM((columns, problem.head_dim), dtype),
+            plgpu.SMEM((columns, problem.head_dim), jnp.float32),
+            plgpu.SMEM((columns,), jnp.float32),
+            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=problem.copies, num_barriers=problem.stages),
+            plgpu.Barrier(num_arrivals=problem.copies, num_barriers=problem.stages),
+            plgpu.Barrier(num_barriers=problem.stages),
+            plgpu.Barrier(num_barriers=problem.stages),
+        ],
+        grid=(workers,),
+        grid_names=("worker",),
+        num_threads=2,
+        thread_name="warpgroup",
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+
+
+def _produce(problem: _Problem, sources: Any, tiles: Any, barriers: Any) -> None:
+    """Stream this worker's tiles of keys and values into shared memory."""
+    kv_ref, table_ref, len_ref, plan_ref = sources
+    k_smem, v_smem = tiles
+    k_bar, v_bar, k_free, v_free = barriers
+    worker = lax.axis_index("worker")
+    block_size, copy_rows = problem.block_size, problem.copy_rows
+    total = plan_ref[worker, Column.TILES]
+
+    def locate(seq: jax.Array, head: jax.Array, index: jax.Array) -> tuple[Any, jax.Array]:
+        """Pool rows of the keys of a tile, one per copy, and the number of tiles of its context."""
+        length = len_ref[seq]
+        start = (first_tile(length, problem.tile, problem.window) + index) * problem.tile
+        last_block = lax.div(jnp.maximum(length - 1, 0), jnp.int32(block_size))
+        rows = []
+        for i in range(problem.copies):
+            token = start + i * copy_rows
+            column = jnp.minimum(lax.div(token, jnp.int32(block_size)), last_block)
+            offset = 0 if copy_rows == block_size else lax.rem(token, jnp.int32(block_size))
+            block = table_ref[seq, column]
+            rows.append((block * (2 * problem.kv_heads) + head) * block_size + offset)
+        return tuple(rows), visible_tiles(length, problem.tile, problem.window)
+
+    def copy(rows: Any, smem: Any, slot: jax.Array, barrier: Any) -> None:
+        for i, row in enumerate(rows):
+            plgpu.copy_gmem_to_smem(
+                kv_ref.at[pl.ds(pl.multiple_of(row, 8), copy_rows)],
+                smem.at[slot, pl.ds(i * copy_rows, copy_rows)],
+                barrier.at[slot],
+            )
+
+    def step(i: jax.Array, carry: Any) -> Any:
+        seq, head, index, tiles, rows = carry
+        slot = lax.rem(i, jnp.int32(problem.stages))
+        context_ends = index + 1 == tiles
+        after_seq, after_head = problem.following(seq, head)
+        seq = jnp.where(context_ends, after_seq, seq)
+        head = jnp.where(context_ends, after_head, head)
+        index = jnp.where(context_ends, 0, index + 1)
+        # Table entries of the next tile arrive while this one waits for its slot.
+        next_rows, tiles = locate(seq, head, index)
+
+        @pl.when(i >= problem.stages)
+        def _() -> None:
+            plgpu.barrier_wait(k_free.at[slot])
+
+        copy(rows, k_smem, slot, k_bar)
+
+        @pl.when(i >= problem.stages)
+        def _() -> None:
+            plgpu.barrier_wait(v_free.at[slot])
+
+        value_rows = [row + problem.kv_heads * block_size for row in rows]
+        copy(value_rows, v_smem, slot, v_bar)
+        return seq, head, index, tiles, next_rows
+
+    begin = [plan_ref[worker, c] for c in (Column.SEQ, Column.HEAD, Column.TILE)]
+    rows, tiles = locate(*begin)
+    lax.fori_loop(0, total, step, (*begin, tiles, rows))
+    pending = jnp.minimum(total, problem.stages)
+
+    @pl.loop(0, pending)  # every phase of a barrier is waited for, those of the last tiles too
+    def _(i: jax.Array) -> None:
+        slot = lax.rem(total - pending + i, jnp.int32(problem.stages))
+        plgpu.barrier_wait(k_free.at[slot])
+        plgpu.barrier_wait(v_free.at[slot])
+
+
+def _consume(problem: _Problem, sources: Any, outputs: Any, smem: Any, barriers: Any) -> None:
+    """Attend to this worker's tiles, segment by segment."""
+    q_ref, len_ref, plan_ref, sink_ref = sources
+    q_smem, k_smem, v_smem, p_smem = smem
+    q_bar, k_bar, v_bar, k_free, v_free = barriers
+    tile, head_dim, columns = problem.tile, problem.head_dim, problem.columns
+    worker = lax.axis_index("worker")
+    total_tiles = plan_ref[worker, Column.TILES]
+
+    def segment(_: jax.Array, carry: Any) -> Any:
+        seq, head, index, done = carry
+        length = len_ref[seq]
+        tiles = visible_tiles(length, tile, problem.window)
+        count = jnp.minimum(tiles - index, total_tiles - done)
+        row = (seq * problem.kv_heads + head) * problem.group
+        first_row = pl.multiple_of(lax.div(row, jnp.int32(8)) * 8, 8)
+        plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(first_row, columns)], q_smem, q_bar)
+        start = (first_tile(length, tile, problem.window) + index) * tile
+        oldest = 0 if problem.window is None else jnp.maximum(length - problem.window, 0)
+        plgpu.barrier_wait(q_bar)
+
+        def step(i: jax.Array, carry: Any) -> Any:
+            acc, peak, total = carry
+            slot = lax.rem(done + i, jnp.int32(problem.stages))
+            first_key = start + i * tile
+            plgpu.barrier_wait(k_bar.at[slot])
+            scores = _product(k_smem.at[slot], q_smem.T, (tile, columns))
+            plgpu.barrier_arrive(k_free.at[slot])
+            scores = _scaled(scores, problem)
+            key = lax.broadcasted_iota(jnp.int32, scores.shape, 0) + first_key
+            scores = jnp.where((key >= oldest) & (key < length), scores, -jnp.inf)
+            new_peak = jnp.maximum(peak, jnp.max(scores, axis=0))
+            fade = jnp.exp2(peak - new_peak)
+            weights = jnp.exp2(scores - _over_rows(new_peak, scores.shape))
+            total = total * _over_rows(fade, total.shape) + weights
+            p_smem.T[...] = plgpu.layout_cast(weights.astype(p_smem.dtype), TRANSPOSED)
+            plgpu.barrier_wait(v_bar.at[slot])
+
+            @pl.when((first_key + tile > length) | (first_key < oldest))
+            def _() -> None:  # a weight of 0 would not silence a NaN in a slot that is not seen
+                value = v_smem[slot]
+                key = lax.broadcasted_iota(jnp.int32, value.shape, 0) + first_key
+                seen = (key >= oldest) & (key < length)
+                v_smem[slot] = jnp.where(seen, value, jnp.zeros_like(value))
+
+            plgpu.commit_smem()
+            product = _product(v_smem.at[slot].T, p_smem.T, (head_dim, columns))
+            plgpu.barrier_arrive(v_free.at[slot])
+            return acc * _over_rows(fade, acc.shape) + product, new_peak, total
+
+        zeros = [jnp.zeros((m, columns), jnp.float32) for m in (head_dim, tile)]
+        acc, total = (plgpu.layout_cast(z, plgpu.Layout.WGMMA) for z in zeros)
+        peak = plgpu.layout_cast(jnp.full((columns,), LOWEST, jnp.float32), COLUMNS)
+        acc, peak, total = lax.fori_loop(0, count, step, (acc, peak, total))
+        sink = None
+        if sink_ref is not None:
+            mine = sink_ref.at[pl.ds(lax.rem(first_row, problem.q_heads), columns)]
+            sink = plgpu.load(mine, layout=COLUMNS, optimized=False)
+        _finish(
+            problem, outputs, acc, peak, jnp.sum(total, axis=0), sink,
+            row=row, first_row=first_row, complete=count == tiles, begins=index == 0,
+        )  # fmt: skip
+        return *problem.following(seq, head), jnp.int32(0), done + count
+
+    begin = [plan_ref[worker, c] for c in (Column.SEQ, Column.HEAD, Column.TILE)]
+    lax.fori_loop(0, plan_ref[worker, Column.SEGMENTS], segment, (*begin, jnp.int32(0)))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _finish(
+    problem: _Problem,
+    outputs: Any,
+    acc: jax.Array,
+    peak: jax.Array,
+    total: jax.Array,
+    sink: jax.Array | None,
+    *,
+    row: jax.Array,
+    first_row: jax.Array,
+    complete: jax.Array,
+    begins: jax.Array,
+) -> None:
+    """Normalise a segment and send it to the output, or to the merge if it is not complete."""
+    out_ref, lse_ref, part_ref, part_lse_ref, o_smem, part_smem, lse_smem = outputs
+    if sink is not None:
+        extra = jnp.exp2(sink * LOG2_E - peak)
+        total = total + jnp.where(complete & (total > 0), extra, jnp.zeros_like(extra))
+    safe = jnp.where(total > 0, total, jnp.ones_like(total))  # 0: a padding row
+    acc = acc / _over_rows(safe, acc.shape)
+    lse = jnp.where(total > 0, peak + jnp.log2(safe), -jnp.inf)
+    mine = pl.ds(row - first_row, problem.group)  # the other rows belong to neighbours
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the buffers may still be leaving
+
+    @pl.when(complete)
+    def _() -> None:
+        o_smem.T[...] = plgpu.layout_cast(acc.astype(o_smem.dtype), TRANSPOSED)
+        if problem.with_lse:
+            lse_smem[...] = lse / LOG2_E
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(o_smem.at[mine], out_ref.at[pl.ds(row, problem.group)])
+        if problem.with_lse:
+            for i in range(problem.group):
+                lse_ref[row + i] = lse_smem[row - first_row + i]
+
+    @pl.when(jnp.logical_not(complete))
+    def _() -> None:
+        place = (jnp.where(begins, 0, 1), lax.axis_index("worker"))
+        part_smem.T[...] = plgpu.layout_cast(acc, TRANSPOSED)
+        part_lse_ref[place] = lse
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(part_smem, part_ref.at[place])
+
+
+def _product(a: Any, b: Any, shape: tuple[int, int]) -> jax.Array:
+    """A matrix product of two references into shared memory, in float32."""
+
+    def multiply(acc_ref: Any) -> jax.Array:
+        plgpu.wgmma(acc_ref, a, b)
+        return acc_ref[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+
+
+def _scaled(scores: jax.Array, problem: _Problem) -> jax.Array:
+    """Scaled (and capped) scores, times log2(e): the softmax works in base 2."""
+    if problem.soft_cap is None:
+        return scores * (problem.scale * LOG2_E)
+    capped = jnp.tanh(scores * (problem.scale / problem.soft_cap))
+    return capped * (problem.soft_cap * LOG2_E)
+
+
+def _over_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """One number per column, repeated down the rows."""
+    return lax.broadcast_in_dim(x, shape, [1])

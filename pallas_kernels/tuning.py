@@ -1,0 +1,127 @@
+"""Tile sizes and schedules of the kernels, chosen by shape.
+
+`tuned/<device>.json` holds what `python -m benchmarks.bench_kernels` measured as the best; shapes
+outside that table get a heuristic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+from importlib import resources
+from typing import Any, Literal
+
+import jax
+
+Backend = Literal["mosaic", "triton"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeConfig:
+    """Schedule of a decode kernel.
+
+    Attributes:
+        tile: keys per iteration.
+        stages: tiles of keys and values in flight per thread block.
+        workers: thread blocks of the persistent grid.
+        num_warps: warps per thread block (Triton; Mosaic's are fixed).
+    """
+
+    tile: int
+    stages: int
+    workers: int
+    num_warps: int = 4
+
+    def __post_init__(self) -> None:
+        if self.tile < 16 or self.tile & (self.tile - 1):
+            raise ValueError(f"tile must be a power of two of at least 16, got {self.tile}")
+        if self.stages < 1 or self.workers < 1:
+            raise ValueError(f"stages and workers must be positive, got {self}")
+        if self.num_warps not in (1, 2, 4, 8, 16):
+            raise ValueError(f"num_warps must be a power of two up to 16, got {self.num_warps}")
+
+
+def decode_config(
+    backend: Backend, q: jax.Array, kv_pool: jax.Array, block_tables: jax.Array
+) -> DecodeConfig:
+    """The tuned configuration of the nearest case, or a heuristic one.
+
+    Args:
+        backend: kernel that it is for.
+        q: `[seqs, q_heads, head_dim]`; only its shape counts, as for the other arrays.
+        kv_pool: `[blocks, 2, kv_heads, block_size, head_dim]`.
+        block_tables: `[seqs, max_blocks]`.
+    """
+    case = _case(q, kv_pool)
+    best = nearest_case(decode_table(device_kind()), case, q.shape[0], backend)
+    if best is not None:
+        return DecodeConfig(**best["config"])
+    return default_decode_config(backend, q.shape[2], kv_pool.dtype.itemsize, core_count())
+
+
+def default_decode_config(
+    backend: Backend, head_dim: int, kv_itemsize: int, cores: int
+) -> DecodeConfig:
+    """Configuration for a shape outside the table: as many bytes in flight as fit."""
+    if backend == "triton":
+        tile = 32 if head_dim * kv_itemsize > 256 else 64
+        return DecodeConfig(tile=tile, stages=3, workers=3 * cores)
+    # Two thread blocks share a multiprocessor's 227 KiB; 8 KiB each go to the small buffers.
+    tile_bytes = 2 * 64 * head_dim * kv_itemsize
+    return DecodeConfig(tile=64, stages=max(2, (104 << 10) // tile_bytes), workers=2 * cores)
+
+
+def fastest_decode_backend(q: jax.Array, kv_pool: jax.Array) -> Backend | None:
+    """Which backend the table names as the fastest for such a shape; None if it does not know."""
+    best = nearest_case(decode_table(device_kind()), _case(q, kv_pool), q.shape[0], None)
+    return None if best is None else best["backend"]
+
+
+def nearest_case(
+    table: list[dict[str, Any]], case: dict[str, Any], seqs: int, backend: Backend | None
+) -> dict[str, Any] | None:
+    """The entry of the same heads and dtype whose batch is nearest (in ratio), fastest first."""
+    fits = [
+        entry
+        for entry in table
+        if all(entry[key] == value for key, value in case.items())
+        and (entry["backend"] == backend if backend else entry["fastest"])
+    ]
+
+    def distance(entry: dict[str, Any]) -> float:
+        return max(entry["seqs"], seqs) / min(entry["seqs"], seqs)
+
+    return min(fits, key=distance, default=None)
+
+
+@functools.cache
+def decode_table(kind: str) -> list[dict[str, Any]]:
+    """Measured decode configurations of a device; empty for a device that was never tuned."""
+    path = resources.files("pallas_kernels") / "tuned" / f"{table_name(kind)}.json"
+    return json.loads(path.read_text())["decode"] if path.is_file() else []
+
+
+def table_name(kind: str) -> str:
+    """File name of a device's table: `NVIDIA H200` is `nvidia_h200`."""
+    return re.sub(r"\W+", "_", kind.lower())
+
+
+def device_kind() -> str:
+    """Name of the default device, as its vendor spells it."""
+    return jax.devices()[0].device_kind
+
+
+def core_count() -> int:
+    """Multiprocessors of the default device; those of an H100 or H200 when there is no GPU."""
+    return int(getattr(jax.devices()[0], "core_count", None) or 132)
+
+
+def _case(q: jax.Array, kv_pool: jax.Array) -> dict[str, Any]:
+    return {
+        "q_heads": q.shape[1],
+        "kv_heads": kv_pool.shape[2],
+        "head_dim": q.shape[2],
+        "kv_dtype": kv_pool.dtype.name,
+    }
