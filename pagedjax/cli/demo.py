@@ -22,15 +22,15 @@ QUESTIONS = (
     "What is the capital of France?",
     "Name three primary colours.",
     "Why is the sky blue? Answer in two sentences.",
-    "How do I boil an egg?",
+    "Write a haiku about the sea.",
     "Tell me a fun fact about octopuses.",
-    "What does a cache do in a computer?",
+    "What is photosynthesis?",
 )
 
 
 @reports_errors
 def demo(
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 80,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 64,
     fetch_only: Annotated[
         bool, typer.Option("--fetch-only", help="Only print the model's directory.")
     ] = False,
@@ -48,7 +48,8 @@ def demo(
         return
     from pagedjax.llm import LLM
 
-    llm = LLM(path, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=1024)
+    # Few step sizes, since each is compiled the first time.
+    llm = LLM(path, max_num_seqs=8, max_num_batched_tokens=256, bucket_growth=8, max_model_len=1024)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
     console = Console()
