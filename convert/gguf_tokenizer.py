@@ -26,6 +26,7 @@ from tokenizers import (
 from convert.source import CheckpointError
 
 CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+_NAMED = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # GGUF: transformers
 
 # The split of Llama 3 and Qwen 2 as their tokenizer.json files spell it; digits are grouped
 # by up to three in the first and stand alone in the second.
@@ -108,6 +109,19 @@ class GGUFTokenizer:
         self._tokens: list[str] = self._get("tokens")
         if len(set(self._tokens)) != len(self._tokens):
             raise CheckpointError(f"{where}: the vocabulary has a token twice")
+        num_types = len(self._get("token_type"))
+        if num_types != len(self._tokens):
+            raise CheckpointError(
+                f"{where}: {num_types} token types for {len(self._tokens)} tokens"
+            )
+        for name in _NAMED:
+            if (index := self._get(f"{name}_token_id")) is not None and index >= len(self._tokens):
+                raise CheckpointError(f"{where}: {name}_token_id {index} is not in the vocabulary")
+        self._merges = [tuple(merge.split(" ")) for merge in self._get("merges")]
+        known = set(self._tokens)
+        for merge in self._merges:
+            if len(merge) != 2 or not known.issuperset((*merge, "".join(merge))):
+                raise CheckpointError(f"{where}: the merge {merge} does not fit the vocabulary")
 
     @property
     def num_ids(self) -> int:
@@ -145,8 +159,7 @@ class GGUFTokenizer:
     def _build(self) -> Tokenizer:
         splitter = SPLITTERS[self._get("pre")]
         vocab = {token: index for index, token in enumerate(self._tokens)}
-        merges = [tuple(merge.split(" ")) for merge in self._get("merges")]
-        model = models.BPE(vocab=vocab, merges=merges, ignore_merges=splitter.whole_words)
+        model = models.BPE(vocab=vocab, merges=self._merges, ignore_merges=splitter.whole_words)
         tokenizer = Tokenizer(model)
         if splitter.normalizer is not None:
             tokenizer.normalizer = splitter.normalizer()

@@ -91,10 +91,16 @@ def open_native(path: Path) -> NativeCheckpoint:
     try:
         shapes = {name: tuple(one["shape"]) for name, one in manifest["tensors"].items()}
         dtypes = {name: jnp.dtype(one["dtype"]) for name, one in manifest["tensors"].items()}
-    except (KeyError, TypeError, AttributeError) as error:
+        sizes = dict(manifest["params_files"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{str(path / MANIFEST)!r} is damaged: {error!r}") from error
     if shapes != param_shapes(arch):
         raise CheckpointError(f"{str(path)!r}: the tensors in {MANIFEST} do not fit {ARCH}")
+    for name, size in sizes.items():
+        file = path / PARAMS / name
+        if not file.is_file() or file.stat().st_size != size:
+            found = f"{file.stat().st_size} bytes" if file.is_file() else "nothing"
+            raise CheckpointError(f"{str(file)!r}: wanted {size} bytes, found {found}")
     tokenizer_dir = path / TOKENIZER
     return NativeCheckpoint(
         path=path,

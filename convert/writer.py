@@ -67,7 +67,7 @@ def write_native(
         _write_json(partial / GENERATION, checkpoint.generation.to_json())
         if checkpoint.tokenizer is not None:
             checkpoint.tokenizer.save(partial / TOKENIZER)
-        _write_json(partial / MANIFEST, _manifest(checkpoint, tensors))
+        _write_json(partial / MANIFEST, _manifest(checkpoint, tensors, partial / PARAMS))
         _sync(partial)
         _move_into_place(partial, dst)
 
@@ -201,7 +201,9 @@ def _replaced(dst: Path) -> Path:
     return dst.parent / f".{dst.name}.replaced"
 
 
-def _manifest(checkpoint: Checkpoint, tensors: Sequence[NativeTensor]) -> dict[str, Any]:
+def _manifest(
+    checkpoint: Checkpoint, tensors: Sequence[NativeTensor], params: Path
+) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "version": FORMAT_VERSION,
@@ -215,6 +217,12 @@ def _manifest(checkpoint: Checkpoint, tensors: Sequence[NativeTensor]) -> dict[s
         "tensors": {
             tensor.name: {"shape": list(tensor.shape), "dtype": tensor.dtype.name}
             for tensor in tensors
+        },
+        # Sizes tell at once whether a copy of the checkpoint is complete.
+        "params_files": {
+            str(file.relative_to(params)): file.stat().st_size
+            for file in sorted(params.rglob("*"))
+            if file.is_file()
         },
     }
 

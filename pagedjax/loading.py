@@ -65,12 +65,7 @@ def load_model(
             params=native.restore(dtype, lambda name: _sharding_of(name, sharding)),
             tokenizer_dir=native.tokenizer_dir,
         )
-    if path.is_dir() and not is_hf_directory(path) and not any(path.glob("*.gguf")):
-        raise ValueError(
-            f"{str(path)!r} is no checkpoint: looked for {MANIFEST} with {PARAMS}/ (native) and "
-            "for config.json (Hugging Face)"
-        )
-    return _convert_in_memory(open_checkpoint(path), dtype, sharding)
+    return _convert_in_memory(_open_foreign(path), dtype, sharding)
 
 
 def read_arch(path: str | Path) -> ArchConfig:
@@ -82,7 +77,16 @@ def read_arch(path: str | Path) -> ArchConfig:
     path = Path(path)
     if path.is_dir() and is_native(path):
         return open_native(path).arch
-    return open_checkpoint(path).arch
+    return _open_foreign(path).arch
+
+
+def _open_foreign(path: Path) -> Checkpoint:
+    if path.is_dir() and not is_hf_directory(path) and not any(path.glob("*.gguf")):
+        raise ValueError(
+            f"{str(path)!r} is no checkpoint: looked for {MANIFEST} with {PARAMS}/ (native) and "
+            "for config.json (Hugging Face)"
+        )
+    return open_checkpoint(path)
 
 
 def _convert_in_memory(

@@ -146,6 +146,10 @@ def test_chat_template_is_carried_over(tmp_path):
         ({"model": None}, "None"),
         ({"merges": None}, "merges"),
         ({"tokens": ["a", "a"]}, "twice"),
+        ({"merges": ["h e", "h z"]}, r"merge \('h', 'z'\)"),
+        ({"merges": ["he"]}, "merge"),
+        ({"token_type": [3]}, "1 token types for 300 tokens"),
+        ({"bos_token_id": 300}, "bos"),
     ],
 )
 def test_a_vocabulary_that_cannot_be_rebuilt_is_refused_by_name(tmp_path, fields, named):

@@ -67,6 +67,9 @@ def test_manifest_names_source_files_and_tensors(source, tmp_path):
         assert file["size"] == len(content)
         assert file["sha256"] == hashlib.sha256(content).hexdigest()
     assert len(manifest["source"]["files"]) == 2
+    params = tmp_path / "native" / "params"
+    sizes = {name: (params / name).stat().st_size for name in digest(params)}
+    assert manifest["params_files"] == sizes
     assert manifest["tensors"] == {
         tensor.name: {"shape": list(tensor.shape), "dtype": "bfloat16"}
         for tensor in checkpoint.tensors()

@@ -60,7 +60,7 @@ def into_pairs(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def tokenizer_fields(
-    vocab: int, pre: str = "smollm", merges: tuple[str, ...] = (), **fields: Any
+    vocab: int, pre: str = "smollm", merges: tuple[str, ...] = ("h e",), **fields: Any
 ) -> dict[str, Any]:
     """A byte-level vocabulary: two control tokens, one user-defined, bytes, merges, fillers."""
     tokens = ["<|end|>", "<|start|>", "<think>", *BYTES]
@@ -74,7 +74,7 @@ def tokenizer_fields(
         "pre": pre,
         "tokens": tokens,
         "token_type": types,
-        "merges": list(merges) or [f"{BYTES[0]} {BYTES[1]}"],
+        "merges": list(merges),
         "bos_token_id": 1,
         "eos_token_id": 0,
         "padding_token_id": 0,
