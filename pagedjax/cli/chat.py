@@ -9,6 +9,7 @@ import typer
 
 from pagedjax.cli import options as opt
 from pagedjax.cli.errors import complain, reports_errors
+from pagedjax.cli.terminal import until_first
 from pagedjax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def chat(
         memory_fraction=memory_fraction,
         max_model_len=max_model_len,
         max_num_seqs=1,
+        warm_up=False,  # steps are compiled as they are needed: the first answer comes sooner
         progress=sys.stderr.isatty(),
     )
     params = SamplingParams.from_generation(llm.engine.generation, **chosen)
@@ -87,7 +89,7 @@ def converse(llm: LLM, params: SamplingParams, opening: list[dict[str, str]]) ->
 
 def answer(llm: LLM, params: SamplingParams, messages: list[dict[str, str]]) -> str | None:
     """Stream one answer; returns its text, or None if there is none."""
-    deltas = llm.stream_chat(messages, params)
+    deltas = until_first(llm.stream_chat(messages, params))
     text, error = "", None
     try:
         for _, delta in deltas:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pagedjax.cli import options as opt
 from pagedjax.cli.errors import FAILED, complain, reports_errors
 from pagedjax.cli.jsonl import json_line
-from pagedjax.cli.terminal import STDERR, Answers, OrderedAnswers, progress_bar
+from pagedjax.cli.terminal import STDERR, Answers, OrderedAnswers, progress_bar, until_first
 from pagedjax.outputs import RequestOutput
 from pagedjax.sampling_params import SamplingParams
 
@@ -61,33 +61,45 @@ def generate(
     """
     if (n > 1 or logprobs is not None) and not as_json:
         raise ValueError("--n above 1 and --logprobs need --json")
-    chosen = opt.given(
+    sampling = opt.given(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, stop=stop
     )
-    chosen |= {"max_tokens": max_tokens, "n": n, "logprobs": logprobs}
-    SamplingParams(**chosen)  # bad values should not have to wait for the model
+    sampling |= {"max_tokens": max_tokens, "n": n, "logprobs": logprobs}
+    SamplingParams(**sampling)  # bad values should not have to wait for the model
     texts = read_prompts(prompts or [], file)
-    from pagedjax.llm import LLM
-
-    llm = LLM(
-        model,
+    engine = opt.given(
         dtype=dtype,
         block_size=block_size,
         num_blocks=num_blocks,
         memory_fraction=memory_fraction,
         max_model_len=max_model_len,
-        max_num_seqs=rows_wanted(len(texts) * n),
-        progress=sys.stderr.isatty(),
     )
-    params = SamplingParams.from_generation(llm.engine.generation, **chosen)
-    deltas = start(llm, texts, params, as_chat=as_chat)
+    raise typer.Exit(run(model, engine, texts, sampling, as_chat=as_chat, as_json=as_json))
+
+
+def run(
+    model: str,
+    engine: dict[str, Any],
+    texts: list[str],
+    sampling: dict[str, Any],
+    *,
+    as_chat: bool,
+    as_json: bool,
+) -> int:
+    """Load the model and answer the prompts; returns the exit code."""
+    from pagedjax.llm import LLM
+
+    rows = rows_wanted(len(texts) * sampling["n"])
+    # For a few sequences, compiling steps as they are needed takes less time than all of them.
+    llm = LLM(
+        model, **engine, max_num_seqs=rows, warm_up=rows is None, progress=sys.stderr.isatty()
+    )
+    params = SamplingParams.from_generation(llm.engine.generation, **sampling)
+    deltas = until_first(start(llm, texts, params, as_chat=as_chat))
     if as_json:
-        results = print_json(deltas, len(texts))
-    else:
-        several = len(texts) > 1
-        headings = [f"## {one_line(text)}" if several else "" for text in texts]
-        results = show(deltas, OrderedAnswers(headings), len(texts))
-    raise typer.Exit(report_failures(results))
+        return report_failures(print_json(deltas, len(texts)))
+    headings = [f"## {one_line(text)}" if len(texts) > 1 else "" for text in texts]
+    return report_failures(show(deltas, OrderedAnswers(headings), len(texts)))
 
 
 def read_prompts(arguments: list[str], file: str | None) -> list[str]:
@@ -111,10 +123,10 @@ def read_prompts(arguments: list[str], file: str | None) -> list[str]:
 
 
 def rows_wanted(num_sequences: int) -> int | None:
-    """Sequences per step for so many in all: fewer rows are fewer steps to compile.
+    """Sequences per step for so many in all; None, the engine's own choice, for more than a few.
 
-    A power of two, so that runs with other numbers of prompts find their steps in the compilation
-    cache; None, the engine's own choice, for more than a few.
+    A power of two, so that a run with another number of prompts finds its steps in the
+    compilation cache.
     """
     return 1 << (num_sequences - 1).bit_length() if num_sequences <= 16 else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -12,7 +12,19 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+if TYPE_CHECKING:
+    from pagedjax.llm import Deltas
+
 STDERR = Console(stderr=True)
+
+
+def until_first(deltas: Deltas) -> Deltas:
+    """The same deltas, with a sign of life on a terminal until the first one comes."""
+    with STDERR.status("reading (the first time, steps are compiled as well)"):
+        first = next(deltas, None)
+    if first is not None:
+        yield first
+        yield from deltas
 
 
 class Answers(Protocol):
