@@ -1,5 +1,6 @@
 # make demo: install, fetch a small model, answer several prompts at once.
 # make test: install what tests need, run them.   make lint: style, types, import contract.
+# make test-kernels: the kernels and the engine alone, without PyTorch and the like.
 #
 # PYTHON is the interpreter to build the virtual environment with, EXTRAS adds optional parts:
 #     make demo PYTHON=python3.12 EXTRAS=cuda
@@ -14,14 +15,18 @@ extras = $(if $(strip $(1)),[$(subst $(empty) ,$(comma),$(strip $(1)))])
 # One stamp per set of extras: nothing is installed again until pyproject.toml changes.
 RUN_STAMP := $(VENV)/.installed$(if $(EXTRAS),-$(EXTRAS))
 TEST_STAMP := $(RUN_STAMP)-test
+KERNEL_STAMP := $(RUN_STAMP)-test-kernels
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-kernels lint clean
 
 demo: $(RUN_STAMP)
 	@$(BIN)/pagedjax demo
 
 test: $(TEST_STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-kernels: $(KERNEL_STAMP)
+	$(BIN)/python -m pytest tests/kernels tests/models tests/engine -m "not slow" $(ARGS)
 
 lint: $(TEST_STAMP)
 	$(BIN)/ruff check .
@@ -45,4 +50,9 @@ $(RUN_STAMP): pyproject.toml | $(BIN)/python
 $(TEST_STAMP): pyproject.toml | $(BIN)/python
 	@echo "installing what the tests need (a few minutes the first time)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".$(call extras,$(EXTRAS) test)"
+	@touch $@
+
+$(KERNEL_STAMP): pyproject.toml | $(BIN)/python
+	@echo "installing what the kernel tests need (a few minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".$(call extras,$(EXTRAS) test-kernels)"
 	@touch $@

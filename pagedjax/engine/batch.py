@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pagedjax.engine.requests import PromptTarget
-from pagedjax.engine.step_inputs import StepLayout
+from pagedjax.engine.step_inputs import DRAWN, UNREPORTED, StepLayout
 from scheduler import StepPlan
 
 
@@ -53,7 +53,8 @@ def pack_inputs(
         view[name][:rows] = records[name]
     view["seed"][:rows] = records["seed"].view(np.int32)
     view["position"][:rows] = sampled_positions(plan)
-    view["target"][:] = -1
+    view["target"][:] = UNREPORTED
+    view["target"][:rows][records["reports"]] = DRAWN
     for target in targets:
         view["target"][target.row] = target.token_id
     view["banned_ids"][:] = np.iinfo(np.int32).max

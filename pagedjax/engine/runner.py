@@ -76,6 +76,8 @@ class ModelRunner:
         self._drawn = jnp.zeros((config.max_num_seqs,), jnp.int32)
         self._steps: dict[StepKey, Any] = {}
         self._warm = False
+        # On a CPU a step decides for itself what it can leave out (`sampler.sample`).
+        self._variants = (False,) if jax.default_backend() == "cpu" else (True, False)
 
     def layout(self, bucket: Bucket) -> StepLayout:
         """How a bucket's inputs are packed."""
@@ -87,7 +89,7 @@ class ModelRunner:
         Args:
             progress: called with (steps compiled, steps in all) after each.
         """
-        keys = [StepKey(b, greedy) for b in self.buckets for greedy in (True, False)]
+        keys = [StepKey(b, greedy) for b in self.buckets for greedy in self._variants]
         missing = [key for key in keys if key not in self._steps]
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             for done, (key, step) in enumerate(
@@ -136,7 +138,7 @@ class ModelRunner:
         Returns:
             Arrays on their way to the host.
         """
-        key = StepKey(bucket, greedy)
+        key = StepKey(bucket, greedy and True in self._variants)
         if key not in self._steps:
             self.compiles_after_warmup += self._warm
             self._steps[key] = self.compile(key)

@@ -4,16 +4,20 @@ Order of the filters is the field's usual one: temperature, top-k, top-p over wh
 min-p. Reported log-probabilities are of the raw distribution, before any of them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pagedjax.engine.step_inputs import SamplingArrays
+from pagedjax.engine.step_inputs import UNREPORTED, SamplingArrays
 
 # Below this the softmax is a step function in float32, and dividing by it may overflow: greedy.
 MIN_TEMPERATURE = 1e-5
+
+_T = TypeVar("_T")
 
 
 @jax.tree_util.register_dataclass
@@ -23,7 +27,8 @@ class SampleOutputs:
 
     Attributes:
         token_ids: the drawn tokens.
-        logprob: natural log-probability of the row's target token, raw distribution, float32.
+        logprob: natural log-probability of the row's target token, raw distribution, float32;
+            without meaning where nobody asked.
         top_ids: ids of the likeliest tokens, best first; no columns in a greedy step.
         top_logprobs: their log-probabilities.
     """
@@ -53,16 +58,41 @@ def sample(
             top_ids=jnp.zeros((rows, 0), jnp.int32),
             top_logprobs=jnp.zeros((rows, 0), jnp.float32),
         )
-    token_ids = _draw(_ban(logits, how.banned_ids), how)
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
-    target = jnp.where(how.target >= 0, how.target, token_ids)
-    top_logprobs, top_ids = jax.lax.top_k(logprobs, num_top)
-    return SampleOutputs(
-        token_ids=token_ids,
-        logprob=jnp.take_along_axis(logprobs, target[:, None], axis=-1)[:, 0],
-        top_ids=top_ids,
-        top_logprobs=top_logprobs,
+    token_ids = _where_needed(
+        jnp.any((how.temperature >= MIN_TEMPERATURE) | (how.banned_ids[:, 0] < logits.shape[1])),
+        lambda: _draw(_ban(logits, how.banned_ids), how),
+        lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32),
     )
+    logprob, top_logprobs, top_ids = _where_needed(
+        jnp.any(how.target != UNREPORTED),
+        lambda: _logprobs(logits, jnp.where(how.target >= 0, how.target, token_ids), num_top),
+        lambda: (
+            jnp.zeros((rows,), jnp.float32),
+            jnp.zeros((rows, num_top), jnp.float32),
+            jnp.zeros((rows, num_top), jnp.int32),
+        ),
+    )
+    return SampleOutputs(
+        token_ids=token_ids, logprob=logprob, top_ids=top_ids, top_logprobs=top_logprobs
+    )
+
+
+def _where_needed(needed: Bool[Array, ""], full: Callable[[], _T], without: Callable[[], _T]) -> _T:
+    """`full()`, or what stands for it where no row needs it and a branch costs nothing.
+
+    On a CPU it does cost nothing. On a GPU the host would have to wait for the condition, and
+    could no longer run ahead; steps that need neither are compiled without both instead.
+    """
+    return jax.lax.platform_dependent(cpu=lambda: jax.lax.cond(needed, full, without), default=full)
+
+
+def _logprobs(
+    logits: Float[Array, "rows vocab"], target: Int[Array, " rows"], num_top: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Log-probability of each row's target, and the likeliest tokens' with their ids."""
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    top_logprobs, top_ids = jax.lax.top_k(logprobs, num_top)
+    return jnp.take_along_axis(logprobs, target[:, None], axis=-1)[:, 0], top_logprobs, top_ids
 
 
 def _ban(logits: Float[Array, "rows vocab"], ids: Int[Array, "rows banned"]) -> jax.Array:

@@ -20,7 +20,8 @@ RECORD = np.dtype(
         ("sample_index", np.int32),
         ("prompt_len", np.int32),
         ("min_tokens", np.int32),
-        ("plain", np.bool_),  # greedy, and no log-probabilities wanted
+        ("reports", np.bool_),  # log-probabilities of generated tokens are wanted
+        ("plain", np.bool_),  # greedy, and no log-probabilities wanted at all
         ("stop_ids", np.int32, (MAX_BANNED_IDS,)),
     ]
 )
@@ -64,6 +65,7 @@ class SamplingRecords:
         record["top_p"], record["min_p"] = params.top_p, params.min_p
         record["seed"], record["sample_index"] = seed, sample_index
         record["prompt_len"], record["min_tokens"] = prompt_len, params.min_tokens
+        record["reports"] = params.logprobs is not None
         record["plain"] = greedy and params.logprobs is None and params.prompt_logprobs is None
         record["stop_ids"] = NO_ID
         if params.min_tokens:

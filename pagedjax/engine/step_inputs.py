@@ -18,6 +18,10 @@ from pagedjax.engine.buckets import Bucket
 # Ids that a request may ban at once while it is below min_tokens: its end-of-text and stop ids.
 MAX_BANNED_IDS = 16
 
+# Values of `SamplingArrays.target` that are no token.
+DRAWN = -1
+UNREPORTED = -2
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +36,8 @@ class SamplingArrays:
         seed: of the request, as uint32 bits.
         sample_index: which of the request's `n` samples this is.
         position: of the token being drawn, in its sequence.
-        target: token whose log-probability is reported; -1 is the drawn one.
+        target: token whose log-probability is reported; `DRAWN` is the one that is drawn, and
+            `UNREPORTED` is none.
         banned_ids: ids that must not be drawn; `vocab` or more is no id.
     """
 
