@@ -103,7 +103,7 @@ class BlockManager:
         if seq.num_known < next_end or seq.num_computed < next_end or seq.parent is None:
             return
         full = min(seq.num_computed, seq.num_known) // size
-        tokens = seq.tokens(seq.num_indexed * size, full * size)
+        tokens = seq.known_bytes(seq.num_indexed * size, full * size)
         seq.parent = self.pool.index.add(seq.blocks[seq.num_indexed : full], seq.parent, tokens)
         seq.num_indexed = full
 
@@ -140,7 +140,7 @@ class BlockManager:
         end = min(seq.num_known, seq.num_tokens - 1)
         if seq.score_from < len(seq.prompt):
             end = min(end, seq.score_from)
-        return self.pool.index.find(seq.tokens(0, end))
+        return self.pool.index.find(seq.known_bytes(0, end))
 
     def _append(self, seq: Sequence, blocks: list[int]) -> None:
         end = len(seq.blocks) + len(blocks)

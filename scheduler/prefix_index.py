@@ -14,8 +14,6 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from scheduler.plan import Int32
-
 ROOT = 0
 """Number of the empty content before the first block."""
 
@@ -59,10 +57,13 @@ class PrefixIndex:
         """The int32 tokens of every indexed block, as bytes."""
         return {block: key[_NUMBER_BYTES:] for key, block in self._blocks.items()}
 
-    def find(self, tokens: Int32) -> list[int]:
+    def find(self, tokens: bytes) -> list[int]:
         """The blocks that hold the longest indexed prefix of `tokens`, in order.
 
         Only full blocks are ever indexed, so the result covers a multiple of the block size.
+
+        Args:
+            tokens: int32 token ids from the start of a sequence, as bytes.
         """
         found: list[int] = []
         parent = ROOT
@@ -74,13 +75,13 @@ class PrefixIndex:
             parent = self._numbers[block]
         return found
 
-    def add(self, blocks: Iterable[int], parent: int, tokens: Int32) -> int:
+    def add(self, blocks: Iterable[int], parent: int, tokens: bytes) -> int:
         """Index full blocks that follow each other, except where a twin is indexed already.
 
         Args:
             blocks: blocks that are not indexed.
             parent: number of the content before them, ROOT if there is none.
-            tokens: their token ids, int32[len(blocks) * block_size].
+            tokens: their int32 token ids, `len(blocks) * block_size` of them, as bytes.
 
         Returns:
             The number of the content of the last one, to be the parent of the next block.
@@ -111,7 +112,7 @@ class PrefixIndex:
             self._keys[block] = None
         self._blocks.clear()
 
-    def _split(self, tokens: Int32) -> Iterator[bytes]:
-        """The bytes of each full block of tokens."""
-        data, width = tokens.tobytes(), self._block_bytes
-        return (data[end - width : end] for end in range(width, len(data) + 1, width))
+    def _split(self, tokens: bytes) -> Iterator[bytes]:
+        """The tokens of each full block."""
+        width = self._block_bytes
+        return (tokens[end - width : end] for end in range(width, len(tokens) + 1, width))

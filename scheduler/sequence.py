@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from array import array
 
 import numpy as np
 
@@ -43,7 +44,7 @@ class Sequence:
         request: what was asked for.
         seq_id: identity, increasing in order of arrival.
         prompt: int32[prompt_len], read-only.
-        outputs: generated tokens that are known.
+        outputs: generated tokens that are known, int32.
         limit: most tokens it may have, prompt included.
         num_known: prompt and output tokens that are known.
         num_pending: tokens sampled but not read.
@@ -86,7 +87,7 @@ class Sequence:
         self.request = request
         self.seq_id = seq_id
         self.prompt = prompt
-        self.outputs: list[int] = []
+        self.outputs = array("i")
         self.limit = min(len(prompt) + request.stop.max_tokens, max_seq_len)
         self.num_known = len(prompt)
         self.num_pending = 0
@@ -130,3 +131,9 @@ class Sequence:
         outputs = self.outputs[start + split - prompt_len : end - prompt_len]
         tokens[split : split + len(outputs)] = outputs
         return tokens
+
+    def known_bytes(self, start: int, end: int) -> bytes:
+        """The int32 tokens at positions `start .. end`, all of them known, as bytes."""
+        prompt_len = len(self.prompt)
+        outputs = self.outputs[max(start - prompt_len, 0) : max(end - prompt_len, 0)]
+        return self.prompt[start:end].tobytes() + outputs.tobytes()

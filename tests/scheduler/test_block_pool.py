@@ -57,7 +57,7 @@ def test_a_negative_block_is_not_taken_for_one_at_the_end():
 def test_a_shared_block_is_free_when_its_last_owner_has_released_it():
     pool = make_pool(3)
     (block,) = pool.take(1)
-    pool.index.add([block], ROOT, np.arange(16, dtype=np.int32))
+    pool.index.add([block], ROOT, np.arange(16, dtype=np.int32).tobytes())
     pool.share([block])
     pool.release([block])
     assert pool.num_owners(block) == 1 and block not in pool.free_blocks()
