@@ -74,13 +74,13 @@ def paged_prefill_attention(
     sinks: jax.Array | None,
     kv_scales: jax.Array | None,
     return_lse: bool,
-    work: jax.Array | None = None,
+    plan: jax.Array | None = None,
     config: PrefillConfig | None = None,
     interpret: bool = False,
 ) -> Any:
     """See `pallas_kernels.paged_prefill_attention`; every default is filled in by the caller.
 
-    `work` is a work list for `tile_tokens` rows and no alignment, if the caller has made one.
+    `plan` is a work list for `tile_tokens` rows and no alignment, if the caller has made one.
     """
     tokens, q_heads, head_dim = q.shape
     kv_heads = kv_pool.shape[2]
@@ -92,8 +92,8 @@ def paged_prefill_attention(
     if head_dim % 16:
         raise NotImplementedError(f"head_dim must be a multiple of 16, got {head_dim}")
     config = config or default_config(head_dim, q.dtype.itemsize)
-    if work is None:
-        work = prefill_plan.plan_prefill_traced(
+    if plan is None:
+        plan = prefill_plan.plan_prefill_traced(
             seq_lens,
             query_start,
             tokens=tokens,
@@ -119,7 +119,7 @@ def paged_prefill_attention(
     )
     out = pl.pallas_call(
         kernel,
-        grid=(kv_heads, work.shape[0]),
+        grid=(kv_heads, plan.shape[0]),
         in_specs=[whole] * (4 + len(extras)),
         out_specs=[whole] * len(outputs),
         out_shape=outputs,
@@ -128,7 +128,7 @@ def paged_prefill_attention(
         compiler_params=plt.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
         ),
-    )(q, kv_pool, block_tables, work, *extras)
+    )(q, kv_pool, block_tables, plan, *extras)
     return tuple(out) if return_lse else out[0]
 
 

@@ -53,8 +53,8 @@ def plan_prefill(
         alignment: a tile's first row is a multiple of this.
 
     Returns:
-        int32 `[num_tiles(tokens, seqs, tile_rows, alignment), 8]`; the tiles in use come first, ordered by
-        falling number of visible positions.
+        int32 `[num_tiles(tokens, seqs, tile_rows, alignment), 8]`; the tiles in use come first,
+        ordered by falling number of visible positions.
     """
     lens, start = np.asarray(seq_lens), np.asarray(query_start)
     return _plan(np, lens, start, tokens, tile_rows, alignment)

@@ -1,0 +1,226 @@
+"""Check and time ragged paged prefill attention on the GPU at hand.
+
+    python -m benchmarks.bench_prefill --check
+    python -m benchmarks.bench_prefill --cases 1x4k,32x1k --kv bfloat16,int8 --out lines.jsonl
+
+Timing: one JSON line per case. `median_us` is the median of `repeats` runs of back-to-back calls
+of the compiled operation, after a pause of `pause_s` each; every call reads other cache blocks
+than the call before, and all copies together exceed the L2 cache several times. `tflops` counts
+4 * head_dim * q_heads * (visible query/key pairs): a causal prompt counts half its square.
+`sdpa` is PyTorch's scaled_dot_product_attention with cuDNN on contiguous keys, to calibrate by: how
+long the GPU has been busy moves all these numbers by some 10 %.
+
+Checks: random ragged batches over the options, against float64 NumPy, with freed memory full of
+NaN, each run twice for equal bits. One JSON line per batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.record import record
+from pallas_kernels import paged_prefill_mosaic as mosaic
+from pallas_kernels import paged_prefill_triton as triton
+from pallas_kernels import prefill_plan
+
+Call = Callable[[int], Any]  # runs copy number i of the case
+
+# Per sequence: new tokens, cached tokens before them.
+CASES: dict[str, list[tuple[int, int]]] = {
+    "1x4k": [(4096, 0)],
+    "1x32k": [(32768, 0)],
+    "2k_on_30k": [(2048, 30720)],
+    "4x512_on_3.5k": [(512, 3584)] * 4,
+    "8x1k": [(1024, 0)] * 8,
+    "32x1k": [(1024, 0)] * 32,
+}
+L2_BYTES = 60 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A ragged batch and the shape of a model's attention."""
+
+    seqs: list[tuple[int, int]]
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    kv_dtype: str
+
+    @property
+    def flops(self) -> int:
+        pairs = sum(new * cached + new * (new + 1) // 2 for new, cached in self.seqs)
+        return 4 * self.head_dim * self.q_heads * pairs
+
+    @property
+    def seq_lens(self) -> np.ndarray:
+        return np.array([new + cached for new, cached in self.seqs], np.int32)
+
+    @property
+    def query_start(self) -> np.ndarray:
+        return np.cumsum([0] + [new for new, _ in self.seqs]).astype(np.int32)
+
+
+def paged_calls(problem: Problem, backend: str, copies: int) -> Call:
+    """Compile an implementation for a problem over `copies` sets of cache blocks."""
+    lens, start = problem.seq_lens, problem.query_start
+    per_seq = -(-lens // problem.block_size)
+    blocks = int(per_seq.sum())
+    order = np.random.default_rng(1).permutation(copies * blocks).astype(np.int32) + 1
+    tables = np.zeros((copies, len(lens), int(per_seq.max())), np.int32)
+    for c in range(copies):
+        at = c * blocks
+        for s, n in enumerate(per_seq):
+            tables[c, s, :n], at = order[at : at + n], at + n
+    keys = jax.random.split(jax.random.key(1), 2)
+    pool_shape = (
+        copies * blocks + 1, 2, problem.kv_heads, problem.block_size, problem.head_dim
+    )  # fmt: skip
+    pool = jax.random.normal(keys[0], pool_shape, jnp.bfloat16)
+    kv_scales = None
+    if problem.kv_dtype != "bfloat16":
+        pool = (pool * 20 if problem.kv_dtype == "int8" else pool).astype(problem.kv_dtype)
+        kv_scales = jnp.full((2, problem.kv_heads), 1.0, jnp.float32)
+    q_shape = (int(start[-1]), problem.q_heads, problem.head_dim)
+    q = jax.random.normal(keys[1], q_shape, jnp.bfloat16)
+
+    module, tile_rows, alignment = mosaic, mosaic.TILE_ROWS, prefill_plan.ROW_ALIGNMENT
+    if backend == "triton":
+        config = triton.default_config(problem.head_dim, 2)
+        module, alignment = triton, 1
+        tile_rows = triton.tile_tokens(config, problem.q_heads // problem.kv_heads)
+    plan = prefill_plan.plan_prefill(
+        lens, start, tokens=q_shape[0], tile_rows=tile_rows, alignment=alignment
+    )
+
+    def attend(q: Any, pool: Any, table: Any, lens: Any, start: Any, plan: Any) -> Any:
+        return module.paged_prefill_attention(
+            q, pool, table, lens, start, scale=problem.head_dim**-0.5, window=None,
+            soft_cap=None, sinks=None, kv_scales=kv_scales, return_lse=False, plan=plan,
+        )  # fmt: skip
+
+    rest = [jnp.asarray(x) for x in (lens, start, plan)]
+    each = [jnp.asarray(table) for table in tables]
+    compiled = jax.jit(attend).lower(q, pool, each[0], *rest).compile()
+    return lambda i: compiled(q, pool, each[i % copies], *rest)
+
+
+def sdpa_calls(problem: Problem, copies: int) -> tuple[Call, Callable[[Any], None]]:
+    """cuDNN attention through PyTorch, for equal prompts without cached tokens."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    new, cached = problem.seqs[0]
+    if cached or len(set(problem.seqs)) > 1:
+        raise NotImplementedError("equal prompts without cached tokens only")
+    heads = (problem.q_heads, problem.kv_heads, problem.kv_heads)
+    shapes = [(len(problem.seqs), h, new, problem.head_dim) for h in heads]
+    inputs = [
+        [torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes] for _ in range(copies)
+    ]
+
+    def call(i: int) -> Any:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(
+                *inputs[i % copies], is_causal=True, enable_gqa=True
+            )
+
+    return call, lambda _: torch.cuda.synchronize()
+
+
+def time_calls(
+    call: Call,
+    wait: Callable[[Any], Any],
+    *,
+    copies: int,
+    repeats: int,
+    seconds: float,
+    pause: float,
+) -> list[float]:
+    """Microseconds per call, one figure per repeat of about `seconds`."""
+    for _ in range(2):  # the second pass is warm
+        begin = time.perf_counter()
+        wait([call(i) for i in range(copies)])
+        once = (time.perf_counter() - begin) / copies
+    calls = max(copies, int(seconds / once))
+    times = []
+    for _ in range(repeats):
+        time.sleep(pause)
+        begin = time.perf_counter()
+        out = None
+        for i in range(calls):
+            out = call(i)
+        wait(out)
+        times.append((time.perf_counter() - begin) / calls * 1e6)
+    return times
+
+
+def bench(args: argparse.Namespace, name: str, backend: str, kv_dtype: str) -> str:
+    """Time one case and record its line; returns a row of the closing table."""
+    q_heads, kv_heads, head_dim = (int(x) for x in args.heads.split(":"))
+    problem = Problem(
+        seqs=CASES[name], q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim,
+        block_size=args.block_size, kv_dtype=kv_dtype,
+    )  # fmt: skip
+    kv_bytes = int(problem.seq_lens.sum()) * 2 * kv_heads * head_dim
+    kv_bytes *= 2 if kv_dtype == "bfloat16" else 1
+    copies = min(16, max(2, -(-4 * L2_BYTES // kv_bytes)))
+    if backend == "sdpa":
+        call, wait = sdpa_calls(problem, copies)
+    else:
+        call, wait = paged_calls(problem, backend, copies), jax.block_until_ready
+    times = time_calls(
+        call, wait, copies=copies, repeats=args.repeats, seconds=args.seconds, pause=args.pause
+    )
+    median = statistics.median(times)
+    tflops = problem.flops / median / 1e6
+    record(
+        "paged_prefill", name, args.out, implementation=backend, heads=args.heads,
+        block_size=args.block_size, kv_dtype=kv_dtype, median_us=round(median, 2),
+        min_us=round(min(times), 2), max_us=round(max(times), 2), repeats=args.repeats,
+        seconds_per_repeat=args.seconds, pause_s=args.pause, tflops=round(tflops, 1),
+    )  # fmt: skip
+    return f"{name:14s} {backend:7s} {kv_dtype:14s} {median:9.1f} us {tflops:6.1f} TFLOP/s"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--backends", default="mosaic", help="of mosaic, triton, sdpa")
+    parser.add_argument("--kv", default="bfloat16", help="of bfloat16, float8_e4m3fn, int8")
+    parser.add_argument("--heads", default="32:8:128", help="query heads:kv heads:head_dim")
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=0.025, help="of calls per repeat")
+    parser.add_argument("--pause", type=float, default=0.1, help="seconds before each repeat")
+    parser.add_argument("--out", type=Path, help="append the lines to this file")
+    parser.add_argument("--check", action="store_true", help="check numbers, time nothing")
+    args = parser.parse_args()
+    if args.check:
+        from benchmarks.check_prefill import check_all
+
+        raise SystemExit(0 if check_all(args.out) else 1)
+    table = []
+    for name in args.cases.split(","):
+        for backend in args.backends.split(","):
+            for kv_dtype in args.kv.split(","):
+                try:
+                    table.append(bench(args, name, backend, kv_dtype))
+                except NotImplementedError as error:
+                    table.append(f"{name:14s} {backend:7s} {kv_dtype:14s} declined: {error}")
+    print("\n".join(table))
+
+
+if __name__ == "__main__":
+    main()
