@@ -81,3 +81,15 @@ def test_the_null_block_cannot_be_released(blocks: list[int]):
 def test_a_pool_of_nothing_but_the_null_block_is_refused():
     with pytest.raises(ValueError, match="at least 2 blocks, got num_blocks=1"):
         make_pool(1)
+
+
+def test_forgotten_blocks_are_blank():
+    pool = make_pool(5)
+    blocks = pool.take(3)
+    pool.index.add(blocks, ROOT, np.arange(48, dtype=np.int32).tobytes())
+    pool.release(blocks[1:])
+    pool.forget()
+    assert not any(block in pool.index for block in range(5)) and len(pool.index) == 0
+    assert sorted(pool.free_blocks()) == [2, 3, 4]
+    pool.release(blocks[:1])  # owned when it was forgotten
+    assert sorted(pool.take(4)) == [1, 2, 3, 4]
