@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from convert.checkpoint import DTYPES
-from convert.conversion import CheckFailed, convert
+from convert.conversion import convert
 
 EXAMPLE = "example: python -m convert ~/models/SmolLM2-135M-Instruct ./smollm2 --dtype bfloat16"
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (OSError, CheckFailed, ModuleNotFoundError) as error:
+    except (OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     for note in report.notes:

@@ -24,11 +24,11 @@ def require_torch() -> None:
     """Make sure that a comparison can run at all.
 
     Raises:
-        ModuleNotFoundError: PyTorch, or accelerate beside it, is not installed.
+        RuntimeError: PyTorch, or accelerate beside it, is not installed.
     """
     for name in ("torch", "accelerate"):
         if importlib.util.find_spec(name) is None:
-            raise ModuleNotFoundError(
+            raise RuntimeError(
                 f"the check runs the source through transformers, which needs {name}: "
                 "pip install 'pagedjax[bench]'"
             )

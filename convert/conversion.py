@@ -63,7 +63,7 @@ def convert(
 
     Raises:
         ValueError: the source cannot be converted faithfully, or `dst` may not be written.
-        ModuleNotFoundError: a check was asked for and PyTorch is not installed.
+        RuntimeError: a check was asked for and PyTorch is not installed.
         CheckFailed: the logits differ too much; the checkpoint at `dst` is left for inspection.
         OSError: the disk is full or `dst` cannot be written; nothing is left behind.
     """

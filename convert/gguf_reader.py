@@ -1,8 +1,4 @@
-"""GGUF files (llama.cpp), read through the `gguf` package.
-
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package parses header and
-metadata and knows the block formats; tensor data is read from the file a few rows at a time.
-"""
+"""Tensors of GGUF files (llama.cpp); the `gguf` package knows the block formats."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ import ml_dtypes
 import numpy as np
 from gguf import GGMLQuantizationType as GGML
 
+from convert.gguf_header import TensorInfo, read_gguf_header
 from convert.source import CheckpointError, Stored, read_exactly
 
 _PLAIN = {
@@ -38,28 +35,13 @@ class GGUFSource:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with path.open("rb") as file:
-            if file.read(4) != b"GGUF":
-                raise CheckpointError(f"{path.name} does not begin with the GGUF magic")
-        try:
-            reader = gguf.GGUFReader(path)
-            self.metadata = {name: field.contents() for name, field in reader.fields.items()}
-        # What the package raises on a damaged file: its reads beyond the end come back short.
-        except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
-            raise CheckpointError(
-                f"{path.name} is cut short or damaged, its header cannot be read: {error}"
-            ) from error
-        self._tensors = {tensor.name: _Place.of(path, tensor) for tensor in reader.tensors}
-        self._stored = {name: place.stored for name, place in self._tensors.items()}
-        size = path.stat().st_size
-        for name, place in self._tensors.items():
-            if place.offset + place.num_bytes > size:
-                raise CheckpointError(
-                    f"{path.name} is cut short: {name} ends at byte "
-                    f"{place.offset + place.num_bytes}, the file has {size}"
-                )
+        self.metadata, self._tensors = read_gguf_header(path)
         if self.metadata.get("split.count", 1) > 1:
             raise CheckpointError(f"{path.name} is one part of a split file; merge the parts first")
+        self._stored = {name: self._described(name, info) for name, info in self._tensors.items()}
+
+    metadata: Mapping[str, Any]
+    """Every field by its full name."""
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -73,37 +55,25 @@ class GGUFSource:
 
     def read_rows(self, name: str, start: int, end: int) -> np.ndarray:
         """Rows `start : end` of a tensor, dequantized to float32 if it is in a block format."""
-        place = self._tensors[name]
-        rows = place.stored.shape[0]
-        row_bytes = place.num_bytes // rows
-        data = read_exactly(self._path, place.offset + start * row_bytes, (end - start) * row_bytes)
-        shape = (end - start, *place.stored.shape[1:])
-        if place.stored.quantized is None:
-            return data.view(place.stored.dtype).reshape(shape)
-        blocks = data.reshape(end - start, row_bytes)
-        return gguf.dequantize(blocks, place.kind).reshape(shape)
+        info, stored = self._tensors[name], self._stored[name]
+        row_bytes = info.num_bytes // stored.shape[0]
+        data = read_exactly(self._path, info.offset + start * row_bytes, (end - start) * row_bytes)
+        shape = (end - start, *stored.shape[1:])
+        if stored.quantized is None:
+            return data.view(stored.dtype).reshape(shape)
+        return gguf.dequantize(data.reshape(end - start, row_bytes), info.kind).reshape(shape)
 
-
-class _Place:
-    """Where a tensor lies in the file and in which format."""
-
-    def __init__(self, stored: Stored, kind: GGML, offset: int, num_bytes: int) -> None:
-        self.stored, self.kind, self.offset, self.num_bytes = stored, kind, offset, num_bytes
-
-    @classmethod
-    def of(cls, path: Path, tensor: gguf.ReaderTensor) -> _Place:
-        kind = tensor.tensor_type
-        if kind not in _PLAIN and kind not in _BLOCK_FORMATS:
+    def _described(self, name: str, info: TensorInfo) -> Stored:
+        if info.kind in _PLAIN:
+            return Stored(info.shape, _PLAIN[info.kind])
+        # A row of blocks is dequantized by itself, which needs rows.
+        if info.kind not in _BLOCK_FORMATS or len(info.shape) < 2:
             supported = ", ".join(sorted(one.name for one in (*_PLAIN, *_BLOCK_FORMATS)))
             raise CheckpointError(
-                f"{path.name}: {tensor.name} is stored as {kind.name}, supported: {supported}"
+                f"{self._path.name}: {name} is stored as {info.kind.name} of shape {info.shape}, "
+                f"supported: {supported}, in blocks for matrices only"
             )
-        shape = tuple(
-            int(size) for size in reversed(tensor.shape)
-        )  # the file lists innermost first
-        dtype = _PLAIN.get(kind, np.dtype(np.float32))
-        stored = Stored(shape, dtype, None if kind in _PLAIN else kind.name)
-        return cls(stored, kind, int(tensor.data_offset), int(tensor.n_bytes))
+        return Stored(info.shape, np.dtype(np.float32), info.kind.name)
 
 
 def shortest(value: Any) -> float:

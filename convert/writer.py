@@ -6,7 +6,9 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -126,13 +128,32 @@ def save_params(
     # Uncompressed, an array goes to disk without a second copy of it, and weights hardly shrink.
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False)
     tree = {tensor.name: tensor for tensor in tensors}
-    with ocp.Checkpointer(handler) as checkpointer:
+    with _errors_raised_only(), ocp.Checkpointer(handler) as checkpointer:
         try:
             checkpointer.save(directory, args=ocp.args.PyTreeSave(tree))
         except CheckpointError:
             raise
         except ValueError as error:  # TensorStore's, for every failed write
-            raise OSError(f"cannot write {str(directory)!r}: {error}") from error
+            raise _as_os_error(error, directory) from error
+
+
+@contextlib.contextmanager
+def _errors_raised_only() -> Iterator[None]:
+    """Keep Orbax from also logging, with a traceback, an error that it raises."""
+    logger = logging.getLogger("absl")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _as_os_error(error: ValueError, directory: Path) -> OSError:
+    number = re.search(r"os_error_code='(\d+)'", str(error))
+    if number is None:
+        return OSError(f"cannot write {str(directory)!r}: {error}")
+    return OSError(int(number[1]), os.strerror(int(number[1])), str(directory))
 
 
 def check_destination(dst: Path, overwrite: bool) -> None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +83,29 @@ def test_a_full_disk_is_exit_code_1(source, tmp_path, capsys, monkeypatch):
     assert "No space left" in capsys.readouterr().err
 
 
+FULL_DISK = """
+    import resource, signal, sys
+    from convert.__main__ import main
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_write_that_the_system_refuses_is_one_line(source, tmp_path):
+    """CV36: Orbax and TensorStore would tell it with two tracebacks."""
+    code = textwrap.dedent(FULL_DISK)
+    command = [sys.executable, "-c", code, str(source), str(tmp_path / "native")]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: [Errno 27] File too large")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "native").exists()
+
+
 def test_module_runs_from_the_shell(source, tmp_path):
     command = [sys.executable, "-m", "convert", str(source)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
@@ -95,7 +119,7 @@ def test_module_runs_from_the_shell(source, tmp_path):
 
 def test_the_check_without_pytorch_stops_before_anything_is_written(source, tmp_path, monkeypatch):
     monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match="needs torch"):
+    with pytest.raises(RuntimeError, match="needs torch"):
         convert(source, tmp_path / "native", check=True)
     assert not (tmp_path / "native").exists()
     assert main([str(source), str(tmp_path / "native"), "--check"]) == 1

@@ -195,10 +195,11 @@ def test_arrays_that_do_not_fit_on_the_disk_are_an_os_error(source, tmp_path):
     checkpoint = open_checkpoint(source)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        with pytest.raises(OSError, match="cannot write"):
+        with pytest.raises(OSError, match="File too large") as caught:
             write_native(checkpoint, dst)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.errno == errno.EFBIG
     assert left_beside(dst) == []
 
 
