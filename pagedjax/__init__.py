@@ -23,7 +23,14 @@ _HOME = {
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
 }
-__all__ = list(_HOME)
+__all__ = [  # noqa: F822  (loaded by __getattr__)
+    "LLM",
+    "AsyncLLM",
+    "SamplingParams",
+    "EngineConfig",
+    "RequestOutput",
+    "CompletionOutput",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ def enable_compilation_cache() -> None:
     A cache that the surrounding program has configured is left alone. Every program is kept,
     small ones too: an engine consists of many.
     """
-    if jax.config.jax_compilation_cache_dir is not None:
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
     directory = cache_home() / "xla"
     directory.mkdir(parents=True, exist_ok=True)

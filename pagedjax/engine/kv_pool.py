@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,9 +66,7 @@ def kv_spec(arch: ArchConfig, config: EngineConfig, *, num_blocks: int, dtype: n
     )
 
 
-def blocks_that_fit(
-    arch: ArchConfig, config: EngineConfig, *, dtype: np.dtype, device: jax.Device
-) -> int:
+def blocks_that_fit(arch: ArchConfig, config: EngineConfig, *, dtype: np.dtype, device: Any) -> int:
     """Size of the pool in blocks: given, or what the memory fraction leaves.
 
     On a GPU the fraction covers everything this process holds, the weights that are there already
@@ -78,7 +77,7 @@ def blocks_that_fit(
         arch: the model.
         config: resolved options.
         dtype: of the KV cache.
-        device: where the pool will be.
+        device: the `jax.Device` where the pool will be.
 
     Raises:
         ValueError: not even one block of data fits.
@@ -98,9 +97,7 @@ def blocks_that_fit(
     return fitting
 
 
-def _memory_budget(
-    arch: ArchConfig, config: EngineConfig, *, dtype: np.dtype, device: jax.Device
-) -> int:
+def _memory_budget(arch: ArchConfig, config: EngineConfig, *, dtype: np.dtype, device: Any) -> int:
     fraction = config.memory_fraction or 0.0
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats is None:

@@ -46,13 +46,15 @@ class PagedMemory:
         self, q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None
     ) -> tuple[jax.Array, "PagedMemory"]:
         """Write the new keys and values into the pool, then attend through the block tables."""
-        chosen = {"implementation": self.implementation}
-        pool = write_kv(self.pool, k, v, self.slot_mapping, **chosen)
+        backend = self.implementation
+        pool = write_kv(self.pool, k, v, self.slot_mapping, implementation=backend)
         where = (pool, self.block_tables, self.seq_lens)
         if self.decode:
-            mixed = paged_decode_attention(q, *where, window=window, **chosen)
+            mixed = paged_decode_attention(q, *where, window=window, implementation=backend)
         else:
-            mixed = paged_prefill_attention(q, *where, self.query_start, window=window, **chosen)
+            mixed = paged_prefill_attention(
+                q, *where, self.query_start, window=window, implementation=backend
+            )
         return mixed, replace(self, pool=pool)
 
 

@@ -28,7 +28,17 @@ _HOME = {
     "param_shapes": "params",
     "params_of": "params",
 }
-__all__ = list(_HOME)
+__all__ = [  # noqa: F822  (loaded by __getattr__)
+    "ArchConfig",
+    "Llama3Scaling",
+    "RopeConfig",
+    "Decoder",
+    "GenerationDefaults",
+    "decoder_from_params",
+    "param_axes",
+    "param_shapes",
+    "params_of",
+]
 
 
 def __getattr__(name: str) -> Any:
