@@ -1,7 +1,8 @@
 """Check, tune and time the attention kernels on the default device.
 
     python -m benchmarks.bench_kernels check
-    python -m benchmarks.bench_kernels decode [--tune] [--heads 32:8,40:40] [--seqs 1,8,32,128]
+    python -m benchmarks.bench_kernels decode [--heads 32:8:128,40:40:128] [--seqs 1,8,32,128]
+    python -m benchmarks.bench_kernels torch      the same for PyTorch, keys not paged
 
 A timed function calls the kernel many times in one compiled program, each output being the next
 query, over block tables that rotate through more memory than the L2 cache holds. One JSON line per
@@ -16,6 +17,7 @@ import concurrent.futures
 import dataclasses
 import importlib
 import itertools
+import re
 import statistics
 import time
 import warnings
@@ -66,7 +68,7 @@ def median_seconds(
 def copy_bandwidth() -> float:
     """Bytes per second that a device copy moves, read and written counted."""
     x = jnp.ones((1 << 30,), jnp.bfloat16)
-    copy = jax.jit(lambda x: x + jnp.ones((), x.dtype))
+    copy = jax.jit(jnp.copy)
     seconds, _ = median_seconds(copy, (x,), 1)
     return 2 * x.nbytes / seconds
 
@@ -96,6 +98,15 @@ class Variant:
         c = self.config
         return f"{self.backend}:{c.tile}x{c.stages}w{c.num_warps}@{c.workers}"
 
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        """Inverse of `str`."""
+        backend, tile, stages, warps, workers = re.fullmatch(
+            r"(\w+):(\d+)x(\d+)w(\d+)@(\d+)", text
+        ).groups()  # type: ignore[union-attr]
+        sizes = {"tile": tile, "stages": stages, "num_warps": warps, "workers": workers}
+        return cls(backend, DecodeConfig(**{name: int(x) for name, x in sizes.items()}))
+
     def attention(self) -> Callable[..., Any]:
         module = importlib.import_module(f"pallas_kernels.paged_decode_{self.backend}")
         return module.paged_decode_attention
@@ -124,7 +135,8 @@ class Workload:
     """Arrays of one decode case."""
 
     case: DecodeCase
-    calls: int
+    calls: int  # different calls, unrolled
+    loops: int  # how often one run repeats them
     tables: list[jax.Array]
     lens: np.ndarray
     q: jax.Array
@@ -142,10 +154,11 @@ class Workload:
         )
         tables = order[:need].reshape(rotations, len(lens), columns).astype(np.int32)
         calls = max(rotations, 16 if kv_bytes < 1 << 29 else 4)
+        loops = max(1, round(5e-3 / (calls * (5e-6 + kv_bytes / 4e12))))
         q = jax.random.normal(
             jax.random.key(1), (len(lens), case.q_heads, case.head_dim), jnp.bfloat16
         )
-        return cls(case, calls, [jnp.asarray(t) for t in tables], lens, q)
+        return cls(case, calls, loops, [jnp.asarray(t) for t in tables], lens, q)
 
     def build(self, variant: Variant, pool: jax.Array) -> Any:
         """Compile `calls` chained calls."""
@@ -159,21 +172,21 @@ class Workload:
             options = OPTIONS | {"scale": case.head_dim**-0.5, "kv_scales": scales}
             return attention(q, pool, table, lens, plan=plan, config=variant.config, **options)
 
-        def chain(
-            q: jax.Array, pool: jax.Array, tables: Any, lens: jax.Array, plan: jax.Array
-        ) -> Any:
-            for i in range(self.calls):
-                q = once(q, pool, tables[i % len(tables)], lens, plan)
-            return q
+        def chain(q: jax.Array, pool: jax.Array, tables: Any, lens: jax.Array, plan: Any) -> Any:
+            def calls(_: Any, q: jax.Array) -> jax.Array:
+                for i in range(self.calls):  # unrolled: captured as one CUDA graph
+                    q = once(q, pool, tables[i % len(tables)], lens, plan)
+                return q
+
+            return jax.lax.fori_loop(0, self.loops, calls, q)
 
         args = (self.q, pool, self.tables, jnp.asarray(self.lens), self.plan(variant))
         return jax.jit(chain).lower(*args).compile(), args
 
     def plan(self, variant: Variant) -> jax.Array:
         config = variant.config
-        plan = plan_decode(
-            self.lens, kv_heads=self.case.kv_heads, tile=config.tile, workers=config.workers
-        )
+        parts = config.parts(self.case.kv_heads)
+        plan = plan_decode(self.lens, tile=config.tile, parts=parts)
         return jnp.asarray(plan)
 
 
@@ -203,7 +216,9 @@ def time_case(
     ceiling: float,
     args: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    candidates = [v for v in variants(case, backends) if not args.only or str(v) in args.only]
+    candidates = list(variants(case, backends))
+    if args.only:
+        candidates = [Variant.parse(text) for text in args.only.split(",")]
     rows = []
     with concurrent.futures.ThreadPoolExecutor(COMPILE_THREADS) as threads:
         built = [(v, threads.submit(work.build, v, pool)) for v in candidates]
@@ -213,7 +228,7 @@ def time_case(
             except (NotImplementedError, jax.errors.JaxRuntimeError, ValueError) as error:
                 print(f"{case.name} {variant}: {str(error)[:200]!r}", flush=True)
                 continue
-            seconds, spread = median_seconds(run, run_args, work.calls)
+            seconds, spread = median_seconds(run, run_args, work.calls * work.loops)
             row = {
                 "case": case.name,
                 "variant": str(variant),
@@ -232,6 +247,54 @@ def time_case(
     rows.sort(key=lambda row: row["us"])
     best = [next((r for r in rows if r["variant"].startswith(b)), None) for b in backends]
     return [row for row in best if row is not None] if args.best else rows
+
+
+def bench_torch(args: argparse.Namespace) -> None:
+    """PyTorch's scaled_dot_product_attention on contiguous keys, the calls in one CUDA graph."""
+    import torch
+
+    x = torch.ones(1 << 30, dtype=torch.bfloat16, device="cuda")
+    y = torch.empty_like(x)
+    for case in selected_cases(args):
+        seqs, context = len(case.seq_lens), case.seq_lens[0]
+        rotations = int(np.clip(-(-4 * L2_BYTES // case.kv_bytes), 1, 64))
+        options = {"dtype": torch.bfloat16, "device": "cuda"}
+        shape = (rotations, 2, seqs, case.kv_heads, context, case.head_dim)
+        kv = torch.randn(shape, **options)
+        q = torch.randn(seqs, case.q_heads, 1, case.head_dim, **options)
+        calls = max(rotations, 8)
+
+        def chain(kv: Any = kv, q: Any = q, calls: int = calls) -> Any:
+            for i in range(calls):
+                k, v = kv[i % len(kv)]
+                q = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+            return q
+
+        seconds = torch_seconds(torch, chain) / calls
+        record(
+            "sdpa_decode", case.name, args.out, median_us=round(seconds * 1e6, 3),
+            kv_bytes=case.kv_bytes, tb_per_s=round(case.kv_bytes / seconds / 1e12, 4),
+            copy_tb_per_s=round(2 * x.nbytes / torch_seconds(torch, lambda: y.copy_(x)) / 1e12, 3),
+        )  # fmt: skip
+
+
+def torch_seconds(torch: Any, run: Callable[[], Any]) -> float:
+    """Median seconds of a function replayed as a CUDA graph."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for _ in range(8):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(5):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e-3 / 5)
+    return statistics.median(times[1:])
 
 
 def selected_cases(args: argparse.Namespace) -> list[DecodeCase]:
@@ -361,7 +424,7 @@ def oracle(q: jax.Array, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["check", "decode"])
+    parser.add_argument("what", choices=["check", "decode", "torch"])
     parser.add_argument("--backends", default="mosaic,triton")
     parser.add_argument("--heads", default="32:8:128,40:40:128", help="query:key/value:head_dim")
     parser.add_argument("--seqs", default="1,8,32,128")
@@ -370,11 +433,11 @@ def main() -> None:
     parser.add_argument("--kv-dtypes", default="bfloat16")
     parser.add_argument("--skip", default="", help="cells to leave out, such as 128x32768")
     parser.add_argument("--ragged", action="store_true", help="lognormal lengths of that mean")
-    parser.add_argument("--only", default="", help="names of variants to time, all by default")
+    parser.add_argument("--only", default="", help="variants to time, such as mosaic:64x3w4@264")
     parser.add_argument("--best", action="store_true", help="list only the best of each backend")
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file as well")
     args = parser.parse_args()
-    check(args) if args.what == "check" else bench_decode(args)
+    {"check": check, "decode": bench_decode, "torch": bench_torch}[args.what](args)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels.decode_plan import Column
 
 LOG2_E = math.log2(math.e)
-PARTS = 16  # partial results per iteration
+PARTS = 32  # partial results per iteration
 
 
 def merge_parts(
@@ -30,7 +30,6 @@ def merge_parts(
     plan: jax.Array,
     sinks: jax.Array | None,
     *,
-    kv_heads: int,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Fill in the rows of `out` and `lse` that the decode kernel left to the merge, in place.
@@ -38,25 +37,24 @@ def merge_parts(
     Args:
         out: `[seqs, q_heads, head_dim]`, finished but for the contexts that `plan` names.
         lse: float32 `[seqs, q_heads]`, natural logarithm, likewise.
-        part: float32 `[2, workers, rows, head_dim]`; index 0 for the piece that begins a context,
-            1 for a later one. With more `rows` than a group has heads, a group begins at row
-            `(index of its first head in the batch) % 8`.
-        part_lse: float32 `[2, workers, rows]`, base 2.
+        part: float32 `[2, parts, kv_heads, rows, head_dim]`; index 0 for the piece that begins a
+            context, 1 for a later one. With more `rows` than a group has heads, a group begins at
+            row `(index of its first head in the batch) % 8`.
+        part_lse: float32 `[2, parts, kv_heads, rows]`, base 2.
         plan: see `decode_plan`.
         sinks: float32 `[q_heads]` or None.
-        kv_heads: key/value heads of the pool.
         interpret: run on a CPU, for tests.
 
     Returns:
         The completed `out` and `lse`.
     """
-    workers, rows, head_dim = part.shape[1:]
     whole = pl.BlockSpec(memory_space=pl.ANY)
     extras = [] if sinks is None else [sinks]
+    parts, kv_heads = part.shape[1:3]
     group = out.shape[1] // kv_heads
     return pl.pallas_call(
         functools.partial(_merge_kernel, group=group, with_sinks=sinks is not None),
-        grid=(workers, group),
+        grid=(group, kv_heads, min(parts, out.shape[0])),
         in_specs=[whole] * (5 + len(extras)),
         out_specs=[whole] * 2,
         out_shape=[
@@ -67,14 +65,7 @@ def merge_parts(
         interpret=interpret,
         name="paged_decode_merge",
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
-    )(
-        out,
-        lse,
-        part.reshape(2 * workers, rows, head_dim),
-        part_lse.reshape(-1, rows),
-        plan,
-        *extras,
-    )
+    )(out, lse, part, part_lse, plan, *extras)
 
 
 def _merge_kernel(
@@ -88,29 +79,32 @@ def _merge_kernel(
     with_sinks: bool,
 ) -> None:
     out_ref, lse_ref = refs[-2:]
-    workers, rows = part_ref.shape[0] // 2, part_ref.shape[1]
-    worker, row = pl.program_id(0), pl.program_id(1)
-    later_parts = plan_ref[worker, Column.MERGE_PARTS]
+    rows = part_ref.shape[3]
+    row, head, merge = (pl.program_id(i) for i in range(3))
+    later_parts = plan_ref[merge, Column.MERGE_LATER]
 
     @pl.when(later_parts > 0)
     def _() -> None:
-        seq = plan_ref[worker, Column.MERGE_SEQ]
-        q_head = plan_ref[worker, Column.MERGE_HEAD] * group
+        seq = plan_ref[merge, Column.MERGE_SEQ]
+        first_part = plan_ref[merge, Column.MERGE_PART]
+        q_head = head * group
         first_row = (seq * out_ref.shape[1] + q_head) % 8 if rows > group else 0
         dims = power_of_two_parts(out_ref.shape[2])
 
         def fold(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             accs, peak, total = carry
             index = i * PARTS + jnp.arange(PARTS, dtype=jnp.int32)
-            clamped = jnp.minimum(index, later_parts)
-            slot = worker + jnp.where(index == 0, 0, workers + clamped)
-            logs = jnp.where(index <= later_parts, part_lse_ref[slot, first_row + row], -jnp.inf)
+            which = jnp.where(index == 0, 0, 1)
+            place = first_part + jnp.minimum(index, later_parts)
+            # All loads before the first use: their latencies overlap.
+            outs = [part_ref[which, place, head, first_row + row, dim] for dim in dims]
+            logs = part_lse_ref[which, place, head, first_row + row]
+            logs = jnp.where(index <= later_parts, logs, -jnp.inf)
             new_peak = jnp.maximum(peak, jnp.max(logs, axis=0))
             fade, weights = jnp.exp2(peak - new_peak), jnp.exp2(logs - new_peak)
             accs = tuple(
-                acc * fade
-                + jnp.sum(part_ref[slot, first_row + row, dim] * weights[:, None], axis=0)
-                for dim, acc in zip(dims, accs, strict=True)
+                acc * fade + jnp.sum(out * weights[:, None], axis=0)
+                for out, acc in zip(outs, accs, strict=True)
             )
             return accs, new_peak, total * fade + jnp.sum(weights, axis=0)
 

@@ -59,9 +59,8 @@ def paged_decode_attention(
     if config is None:
         config = decode_config("mosaic", q, kv_pool, block_tables)
     if plan is None:
-        plan = plan_decode(
-            seq_lens, kv_heads=kv_heads, tile=config.tile, workers=config.workers, window=window
-        )
+        parts = config.parts(kv_heads)
+        plan = plan_decode(seq_lens, tile=config.tile, parts=parts, window=window)
     problem = _Problem(
         seqs=q.shape[0],
         q_heads=q.shape[1],
@@ -92,7 +91,6 @@ def paged_decode_attention(
         part_lse,
         plan,
         sinks,
-        kv_heads=kv_heads,
         interpret=interpret is not None,
     )
     return (out, lse) if return_lse else out
@@ -111,7 +109,8 @@ def _check_supported(q: jax.Array, kv_pool: jax.Array, kv_scales: jax.Array | No
 def _padded_rows(q: jax.Array, problem: _Problem) -> jax.Array:
     """All query rows under each other; a copy of `columns` rows from any group stays inside."""
     rows, columns = problem.seqs * problem.q_heads, problem.columns
-    padded = rows if rows % columns == 0 else -(-(rows + columns) // 8) * 8
+    fits = _aligned(problem.group) and rows % columns == 0
+    padded = rows if fits else -(-(rows + columns) // 8) * 8
     return jnp.pad(q.reshape(rows, problem.head_dim), ((0, padded - rows), (0, 0)))
 
 
@@ -120,8 +119,12 @@ def _columns(group: int) -> int:
 
     Copies start at multiples of 8 rows, so a group that can straddle one needs a row more.
     """
-    aligned = 8 % group == 0 or group % 8 == 0
-    return 8 * -(-(group if aligned else group + 7) // 8)
+    return 8 * -(-(group if _aligned(group) else group + 7) // 8)
+
+
+def _aligned(group: int) -> bool:
+    """Whether no group of rows straddles a multiple of 8 that it does not begin at."""
+    return 8 % group == 0 or group % 8 == 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,14 +161,8 @@ class _Problem:
     def copies(self) -> int:
         return self.tile // self.copy_rows
 
-    def following(self, seq: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The next (sequence, head) in the order of the plan."""
-        wraps = head + 1 == self.kv_heads
-        next_seq = jnp.minimum(jnp.where(wraps, seq + 1, seq), self.seqs - 1)
-        return next_seq, jnp.where(wraps, 0, head + 1)
 
-
-def _build(problem: _Problem, dtype: Any, workers: int, interpret: Any) -> Any:
+def _build(problem: _Problem, dtype: Any, parts: int, interpret: Any) -> Any:
     """The kernel for a problem: q, pool rows, tables, lengths, plan (and sinks) to its outputs."""
     rows, columns = problem.seqs * problem.q_heads, problem.columns
     tile_shape = (problem.stages, problem.tile, problem.head_dim)
@@ -197,8 +194,10 @@ def _build(problem: _Problem, dtype: Any, workers: int, interpret: Any) -> Any:
         out_type=[
             jax.ShapeDtypeStruct((rows, problem.head_dim), dtype),
             jax.ShapeDtypeStruct((rows,), jnp.float32),
-            jax.ShapeDtypeStruct((2, workers, columns, problem.head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((2, workers, columns), jnp.float32),
+            jax.ShapeDtypeStruct(
+                (2, parts, problem.kv_heads, columns, problem.head_dim), jnp.float32
+            ),
+            jax.ShapeDtypeStruct((2, parts, problem.kv_heads, columns), jnp.float32),
         ],
         scratch_types=[
             plgpu.SMEM((columns, problem.head_dim), dtype, transforms=tiled),
@@ -214,8 +213,8 @@ def _build(problem: _Problem, dtype: Any, workers: int, interpret: Any) -> Any:
             plgpu.Barrier(num_barriers=problem.stages),
             plgpu.Barrier(num_barriers=problem.stages),
         ],
-        grid=(workers,),
-        grid_names=("worker",),
+        grid=(parts, problem.kv_heads),  # the last axis runs fastest
+        grid_names=("part", "head"),
         num_threads=2,
         thread_name="warpgroup",
         interpret=interpret,
@@ -228,13 +227,12 @@ def _produce(problem: _Problem, sources: Any, tiles: Any, barriers: Any) -> None
     kv_ref, table_ref, len_ref, plan_ref = sources
     k_smem, v_smem = tiles
     k_bar, v_bar, k_free, v_free = barriers
-    worker = lax.axis_index("worker")
+    part, head = lax.axis_index("part"), lax.axis_index("head")
     block_size, copy_rows = problem.block_size, problem.copy_rows
-    total = plan_ref[worker, Column.TILES]
+    total = plan_ref[part, Column.TILES]
 
-    def locate(seq: jax.Array, head: jax.Array, index: jax.Array) -> tuple[Any, jax.Array]:
+    def locate(seq: jax.Array, length: jax.Array, index: jax.Array) -> tuple[Any, jax.Array]:
         """Pool rows of the keys of a tile, one per copy, and the number of tiles of its context."""
-        length = len_ref[seq]
         start = (first_tile(length, problem.tile, problem.window) + index) * problem.tile
         last_block = lax.div(jnp.maximum(length - 1, 0), jnp.int32(block_size))
         rows = []
@@ -255,15 +253,13 @@ def _produce(problem: _Problem, sources: Any, tiles: Any, barriers: Any) -> None
             )
 
     def step(i: jax.Array, carry: Any) -> Any:
-        seq, head, index, tiles, rows = carry
+        seq, index, tiles, rows = carry
         slot = lax.rem(i, jnp.int32(problem.stages))
         context_ends = index + 1 == tiles
-        after_seq, after_head = problem.following(seq, head)
-        seq = jnp.where(context_ends, after_seq, seq)
-        head = jnp.where(context_ends, after_head, head)
+        seq = jnp.minimum(jnp.where(context_ends, seq + 1, seq), problem.seqs - 1)
         index = jnp.where(context_ends, 0, index + 1)
         # Table entries of the next tile arrive while this one waits for its slot.
-        next_rows, tiles = locate(seq, head, index)
+        next_rows, tiles = locate(seq, len_ref[seq], index)
 
         @pl.when(i >= problem.stages)
         def _() -> None:
@@ -277,11 +273,11 @@ def _produce(problem: _Problem, sources: Any, tiles: Any, barriers: Any) -> None
 
         value_rows = [row + problem.kv_heads * block_size for row in rows]
         copy(value_rows, v_smem, slot, v_bar)
-        return seq, head, index, tiles, next_rows
+        return seq, index, tiles, next_rows
 
-    begin = [plan_ref[worker, c] for c in (Column.SEQ, Column.HEAD, Column.TILE)]
-    rows, tiles = locate(*begin)
-    lax.fori_loop(0, total, step, (*begin, tiles, rows))
+    seq, length, index = (plan_ref[part, c] for c in (Column.SEQ, Column.SEQ_LEN, Column.TILE))
+    rows, tiles = locate(seq, length, index)
+    lax.fori_loop(0, total, step, (seq, index, tiles, rows))
     pending = jnp.minimum(total, problem.stages)
 
     @pl.loop(0, pending)  # every phase of a barrier is waited for, those of the last tiles too
@@ -297,12 +293,11 @@ def _consume(problem: _Problem, sources: Any, outputs: Any, smem: Any, barriers:
     q_smem, k_smem, v_smem, p_smem = smem
     q_bar, k_bar, v_bar, k_free, v_free = barriers
     tile, head_dim, columns = problem.tile, problem.head_dim, problem.columns
-    worker = lax.axis_index("worker")
-    total_tiles = plan_ref[worker, Column.TILES]
+    part, head = lax.axis_index("part"), lax.axis_index("head")
+    total_tiles = plan_ref[part, Column.TILES]
 
     def segment(_: jax.Array, carry: Any) -> Any:
-        seq, head, index, done = carry
-        length = len_ref[seq]
+        seq, length, index, done = carry
         tiles = visible_tiles(length, tile, problem.window)
         count = jnp.minimum(tiles - index, total_tiles - done)
         row = (seq * problem.kv_heads + head) * problem.group
@@ -353,10 +348,11 @@ def _consume(problem: _Problem, sources: Any, outputs: Any, smem: Any, barriers:
             problem, outputs, acc, peak, jnp.sum(total, axis=0), sink,
             row=row, first_row=first_row, complete=count == tiles, begins=index == 0,
         )  # fmt: skip
-        return *problem.following(seq, head), jnp.int32(0), done + count
+        following = jnp.minimum(seq + 1, problem.seqs - 1)
+        return following, len_ref[following], jnp.int32(0), done + count
 
-    begin = [plan_ref[worker, c] for c in (Column.SEQ, Column.HEAD, Column.TILE)]
-    lax.fori_loop(0, plan_ref[worker, Column.SEGMENTS], segment, (*begin, jnp.int32(0)))
+    begin = [plan_ref[part, c] for c in (Column.SEQ, Column.SEQ_LEN, Column.TILE)]
+    lax.fori_loop(0, plan_ref[part, Column.SEGMENTS], segment, (*begin, jnp.int32(0)))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -397,7 +393,7 @@ def _finish(
 
     @pl.when(jnp.logical_not(complete))
     def _() -> None:
-        place = (jnp.where(begins, 0, 1), lax.axis_index("worker"))
+        place = (jnp.where(begins, 0, 1), lax.axis_index("part"), lax.axis_index("head"))
         part_smem.T[...] = plgpu.layout_cast(acc, TRANSPOSED)
         part_lse_ref[place] = lse
         plgpu.commit_smem()

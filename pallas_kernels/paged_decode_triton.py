@@ -55,14 +55,12 @@ def paged_decode_attention(
     if config is None:
         config = decode_config("triton", q, kv_pool, block_tables)
     if plan is None:
-        plan = plan_decode(
-            seq_lens, kv_heads=kv_heads, tile=config.tile, workers=config.workers, window=window
-        )
-    workers, group = plan.shape[0], q_heads // kv_heads
+        parts = config.parts(kv_heads)
+        plan = plan_decode(seq_lens, tile=config.tile, parts=parts, window=window)
+    parts, group = plan.shape[0], q_heads // kv_heads
     whole = pl.BlockSpec(memory_space=pl.ANY)
     kernel = functools.partial(
         _decode_kernel,
-        kv_heads=kv_heads,
         tile=config.tile,
         scale=scale,
         window=window,
@@ -74,22 +72,20 @@ def paged_decode_attention(
     extras = [x for x in (sinks, kv_scales) if x is not None]
     out, lse, part, part_lse = pl.pallas_call(
         kernel,
-        grid=(workers,),
+        grid=(kv_heads, parts),  # heads of one part next to each other
         in_specs=[whole] * (5 + len(extras)),
         out_specs=[whole] * 4,
         out_shape=[
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct((seqs, q_heads), jnp.float32),
-            jax.ShapeDtypeStruct((2, workers, group, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((2, workers, group), jnp.float32),
+            jax.ShapeDtypeStruct((2, parts, kv_heads, group, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((2, parts, kv_heads, group), jnp.float32),
         ],
         interpret=interpret,
         name="paged_decode",
         compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=config.stages),
     )(q, kv_pool, block_tables, seq_lens, plan, *extras)
-    out, lse = merge_parts(
-        out, lse, part, part_lse, plan, sinks, kv_heads=kv_heads, interpret=interpret
-    )
+    out, lse = merge_parts(out, lse, part, part_lse, plan, sinks, interpret=interpret)
     return (out, lse) if return_lse else out
 
 
@@ -100,7 +96,6 @@ def _decode_kernel(
     len_ref: Any,
     plan_ref: Any,
     *refs: Any,
-    kv_heads: int,
     tile: int,
     scale: float,
     window: int | None,
@@ -113,13 +108,13 @@ def _decode_kernel(
     scale_ref = refs[int(with_sinks)] if with_scales else None
     out_ref, lse_ref, part_ref, part_lse_ref = refs[-4:]
     seqs, q_heads, head_dim = q_ref.shape
-    block_size = kv_ref.shape[3]
+    kv_heads, block_size = kv_ref.shape[2:4]
     group = q_heads // kv_heads
     rows = max(16, pl.next_power_of_2(group))
     dims = power_of_two_parts(head_dim)
     compute = jnp.float16 if kv_ref.dtype.itemsize == 1 else q_ref.dtype
     precision = lax.Precision.HIGHEST if compute == jnp.float32 else None
-    worker = pl.program_id(0)
+    head, plan_row = pl.program_id(0), pl.program_id(1)
     row = jnp.arange(rows, dtype=jnp.int32)
     in_group = row < group
     row = jnp.minimum(row, group - 1)  # padding rows repeat the last one
@@ -132,10 +127,9 @@ def _decode_kernel(
             plt.store(ref, value, mask=mask)
 
     def segment(_: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        seq, head, start_tile, done = carry
-        length = len_ref[seq]
+        seq, length, start_tile, done = carry
         tiles = visible_tiles(length, tile, window)
-        count = jnp.minimum(tiles - start_tile, plan_ref[worker, Column.TILES] - done)
+        count = jnp.minimum(tiles - start_tile, plan_ref[plan_row, Column.TILES] - done)
         base = (first_tile(length, tile, window) + start_tile) * tile
         oldest = 0 if window is None else jnp.maximum(length - window, 0)
         newest = jnp.maximum(length - 1, 0)
@@ -205,13 +199,12 @@ def _decode_kernel(
         def _() -> None:
             which = jnp.where(start_tile == 0, 0, 1)
             for part, out in zip(dims, outs, strict=True):
-                put(part_ref.at[which, worker, row, part], out, in_group[:, None])
-            put(part_lse_ref.at[which, worker, row], lse, in_group)
+                put(part_ref.at[which, plan_row, head, row, part], out, in_group[:, None])
+            put(part_lse_ref.at[which, plan_row, head, row], lse, in_group)
 
-        wraps = head + 1 == kv_heads
-        next_seq = jnp.minimum(jnp.where(wraps, seq + 1, seq), seqs - 1)
+        following = jnp.minimum(seq + 1, seqs - 1)
         # The loop cannot carry a literal, hence the product.
-        return next_seq, jnp.where(wraps, 0, head + 1), start_tile * 0, done + count
+        return following, len_ref[following], start_tile * 0, done + count
 
-    begin = [plan_ref[worker, c] for c in (Column.SEQ, Column.HEAD, Column.TILE)]
-    lax.fori_loop(0, plan_ref[worker, Column.SEGMENTS], segment, (*begin, jnp.int32(0)))
+    begin = [plan_ref[plan_row, c] for c in (Column.SEQ, Column.SEQ_LEN, Column.TILE)]
+    lax.fori_loop(0, plan_ref[plan_row, Column.SEGMENTS], segment, (*begin, jnp.int32(0)))

@@ -25,7 +25,7 @@ class DecodeConfig:
     Attributes:
         tile: keys per iteration.
         stages: tiles of keys and values in flight per thread block.
-        workers: thread blocks of the persistent grid.
+        workers: thread blocks of the persistent grid, at most.
         num_warps: warps per thread block (Triton; Mosaic's are fixed).
     """
 
@@ -41,6 +41,10 @@ class DecodeConfig:
             raise ValueError(f"stages and workers must be positive, got {self}")
         if self.num_warps not in (1, 2, 4, 8, 16):
             raise ValueError(f"num_warps must be a power of two up to 16, got {self.num_warps}")
+
+    def parts(self, kv_heads: int) -> int:
+        """Rows of the plan: each is worked off by one thread block per key/value head."""
+        return max(1, self.workers // kv_heads)
 
 
 def decode_config(
