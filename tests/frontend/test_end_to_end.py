@@ -142,3 +142,32 @@ def test_streams_and_batches_give_the_same(tiny_llm):
 
     asyncio.run(main())
     assert tiny_llm.engine.stats().blocks_used == 0
+
+
+def test_readers_that_leave_all_at_once_give_their_blocks_back(tiny_llm):
+    """SV05, SV24: 32 readers on an engine for 4, three times over, beside one that stays."""
+    endless = SamplingParams(max_tokens=None, ignore_eos=True, seed=0)
+    (alone,) = tiny_llm.generate("how are you?", GREEDY, progress=False)
+
+    async def text_of(stream):
+        return "".join([delta.outputs[0].text async for delta in stream])
+
+    async def main():
+        async with AsyncLLM.from_engine(tiny_llm.engine) as llm:
+            for _ in range(3):
+                readers = [
+                    asyncio.create_task(text_of(llm.generate(f"to be {i}", endless)))
+                    for i in range(32)
+                ]
+                while (await llm.stats()).num_running < 4:
+                    await asyncio.sleep(0.005)
+                stays = asyncio.create_task(text_of(llm.generate("how are you?", GREEDY)))
+                await asyncio.sleep(0.02)
+                for reader in readers:
+                    reader.cancel()
+                await asyncio.wait(readers)
+                assert await stays == alone.outputs[0].text
+            stats = await llm.stats()
+            assert (stats.num_running, stats.num_waiting, stats.blocks_used) == (0, 0, 0)
+
+    asyncio.run(main())
