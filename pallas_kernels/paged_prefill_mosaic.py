@@ -49,10 +49,11 @@ HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 WIDENED_HEAD_DIMS = (64, 96, 128, 192)  # the copy engine swizzles no row below 32 bytes; 256 is
 # too large for three copies of a tile
 BLOCK_SIZES = (16, 32, 64, 128)
-# Registers a thread of the producer and of each consumer: 128 of each just fit the 65536 of a
-# multiprocessor. Widening keys and values takes more than copying them.
-COPYING_REGISTERS = (24, 240)
-WIDENING_REGISTERS = (64, 224)
+# Registers of each thread of the producer and of the consumers. Widening keys and values takes more
+# than copying them. All together must fit what a thread block of 384 threads is launched with,
+# 168 each, or a warpgroup waits for ever for registers that nobody gives back.
+COPYING_REGISTERS = (40, 232)
+WIDENING_REGISTERS = (72, 216)
 
 
 def default_config(tokens: int, q_heads: int, kv_heads: int, head_dim: int) -> PrefillConfig:
