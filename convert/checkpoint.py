@@ -28,6 +28,7 @@ DTYPES: Mapping[str, np.dtype] = {
 }
 """What weights may be stored as."""
 
+CONFIG_NAME, GENERATION_NAME = "config.json", "generation_config.json"
 BLOCK_BYTES = 64 << 20  # how much of a source tensor is in memory beside the native one
 
 # Buffers that old checkpoints carry although the configuration already says them.
@@ -82,6 +83,7 @@ class Checkpoint:
         names: `hf` or `gguf`, whose tensor names the source uses.
         pairs_to_halves: whether rotary rows are stored in pairs and must be reordered.
         default_dtype: dtype of all tensors unless asked otherwise; None keeps each as stored.
+        described_by: configuration files that were read, beside the files with tensors.
     """
 
     arch: ArchConfig
@@ -93,6 +95,12 @@ class Checkpoint:
     names: str
     pairs_to_halves: bool = False
     default_dtype: np.dtype | None = None
+    described_by: tuple[Path, ...] = ()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Every file that the weights and the architecture come from."""
+        return (*self.described_by, *self.source.files)
 
     def tensors(self, dtype: str | None = None) -> Iterator[NativeTensor]:
         """Every native tensor in the model's order, unread.
@@ -172,7 +180,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 def is_hf_directory(path: Path) -> bool:
     """Whether a directory looks like an unconverted Hugging Face checkpoint."""
-    return (path / "config.json").is_file()
+    return (path / CONFIG_NAME).is_file()
 
 
 def _open_directory(path: Path) -> Checkpoint:
@@ -180,11 +188,11 @@ def _open_directory(path: Path) -> Checkpoint:
         gguf_files = sorted(one.name for one in path.glob("*.gguf"))
         hint = f"; for GGUF name the file itself: {gguf_files[0]}" if gguf_files else ""
         raise CheckpointError(f"{str(path)!r} has no config.json{hint}")
-    config = _read_json(path / "config.json")
+    config = _read_json(path / CONFIG_NAME)
     if (path / "quantize_config.json").exists():
         raise CheckpointError("quantize_config.json: quantized checkpoints are not supported")
-    arch, notes = families.read_arch(config, "config.json")
-    generation_file = path / "generation_config.json"
+    arch, notes = families.read_arch(config, CONFIG_NAME)
+    generation_file = path / GENERATION_NAME
     generation = _read_json(generation_file) if generation_file.is_file() else {}
     _check_layout(path)
     source = SafetensorsSource(path)
@@ -196,6 +204,11 @@ def _open_directory(path: Path) -> Checkpoint:
         description=f"Hugging Face directory {path} ({len(source.files)} safetensors)",
         notes=tuple(notes),
         names="hf",
+        described_by=tuple(
+            path / name
+            for name in (CONFIG_NAME, GENERATION_NAME, INDEX_NAME)
+            if (path / name).is_file()
+        ),
     )
 
 

@@ -229,10 +229,10 @@ def _manifest(
         "format": FORMAT,
         "version": FORMAT_VERSION,
         "source": {
-            "description": checkpoint.description,
+            "format": checkpoint.names,
             "files": [
                 {"name": file.name, "size": file.stat().st_size, "sha256": _sha256(file)}
-                for file in checkpoint.source.files
+                for file in checkpoint.files
             ],
         },
         "tensors": {

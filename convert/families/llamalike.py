@@ -15,10 +15,11 @@ from pagedjax.models.arch import ArchConfig
 IGNORED = frozenset({
     "_attn_implementation_autoset", "_name_or_path", "attention_dropout", "bos_token_id",
     "chunk_size_feed_forward", "do_sample", "dtype", "eos_token_id", "id2label",
-    "initializer_range", "is_llama_config", "label2id", "max_new_tokens", "output_attentions",
-    "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type", "return_dict",
-    "temperature", "top_k", "top_p", "torch_dtype", "transformers.js_config",
-    "transformers_version", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_cache",
+    "initializer_range", "is_llama_config", "label2id", "max_new_tokens", "min_p",
+    "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp",
+    "problem_type", "repetition_penalty", "return_dict", "temperature", "tokenizer_class",
+    "top_k", "top_p", "torch_dtype", "transformers.js_config", "transformers_version",
+    "unk_token_id", "unsloth_fixed", "unsloth_version", "use_cache",
 })  # fmt: skip
 
 
