@@ -21,6 +21,7 @@ from pagedjax.engine.runner import ModelRunner
 from pagedjax.engine.sampler import SampleOutputs
 from pagedjax.engine.sampling_records import SamplingRecords
 from pagedjax.engine.stats import EngineStats
+from pagedjax.models.params import Params
 from pagedjax.outputs import RequestOutput, Timings
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.tokenizer import TextStream, Tokenizer
@@ -195,6 +196,21 @@ class Engine:
         deltas = [live.take_delta() for live in self._news.values()]
         self._news.clear()
         return [delta for delta in deltas if delta is not None]
+
+    def swap_params(self, params: Params) -> None:
+        """Serve with other parameters from the next step on; no copy, no compile.
+
+        Prompts that come later share no keys and values with earlier ones. Requests that are
+        running go on with the keys and values they have.
+
+        Args:
+            params: as `LoadedModel.params`: the same names, shapes and dtypes, on the same device.
+
+        Raises:
+            ValueError: a name, shape or dtype differs; nothing has changed.
+        """
+        self._runner.swap_params(params)
+        self._scheduler.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
         """Figures as of now."""

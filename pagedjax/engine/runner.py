@@ -61,7 +61,7 @@ class ModelRunner:
         max_blocks_per_seq: int,
     ):
         assert config.max_num_seqs and config.max_num_batched_tokens and config.bucket_growth
-        self.params = params
+        self._params = dict(params)
         self.buckets = Buckets(
             max_seqs=config.max_num_seqs,
             max_tokens=config.max_num_batched_tokens,
@@ -82,6 +82,21 @@ class ModelRunner:
     def layout(self, bucket: Bucket) -> StepLayout:
         """How a bucket's inputs are packed."""
         return StepLayout(bucket, self._max_blocks)
+
+    def swap_params(self, params: Params) -> None:
+        """Launch the following steps with other arrays.
+
+        Raises:
+            ValueError: a name, shape or dtype differs from the present ones.
+        """
+        for name in self._params.keys() | params.keys():
+            old, new = (
+                (p[name].shape, str(p[name].dtype)) if name in p else None
+                for p in (self._params, params)
+            )
+            if old != new:
+                raise ValueError(f"{name}: got {new}, wanted {old}")
+        self._params = dict(params)
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile every step there is, several at a time.
@@ -121,7 +136,7 @@ class ModelRunner:
         pool = [jax.ShapeDtypeStruct(self._spec.layer_shape, self._spec.dtype)] * self._spec.layers
         packed = jax.ShapeDtypeStruct((layout.size,), np.int32)
         traced = jax.jit(step, donate_argnums=(1,)).lower(
-            abstract(dict(self.params)), pool, abstract(self._drawn), packed
+            abstract(self._params), pool, abstract(self._drawn), packed
         )
         return traced.compile(_COMPILER_OPTIONS.get(jax.default_backend()))
 
@@ -143,7 +158,7 @@ class ModelRunner:
             self.compiles_after_warmup += self._warm
             self._steps[key] = self.compile(key)
         self._pool, self._drawn, outputs = self._steps[key](
-            self.params, self._pool, self._drawn, packed
+            self._params, self._pool, self._drawn, packed
         )
         for array in jax.tree.leaves(outputs):
             array.copy_to_host_async()

@@ -361,3 +361,29 @@ def test_every_kind_of_layer_agrees_with_the_plain_forward(changes):
     engine = tiny_engine(model, max_prefill_chunk=24)
     want = [plain_greedy(model, prompt, 12) for prompt in prompts]
     assert tokens_of(serve(engine, prompts, GREEDY)) == want
+
+
+def test_swapped_parameters_serve_at_once_and_share_no_cache():
+    """BM26: the same prompt after a swap equals a fresh engine's, with nothing cached."""
+    old, new = tiny_model(seed=0), tiny_model(seed=1)
+    (prompt,) = random_prompts([49], seed=17)
+    engine = tiny_engine(old)
+    first = serve(engine, [prompt], GREEDY)[0]
+    assert serve(engine, [prompt], GREEDY)[0].num_cached_tokens == 48
+    engine.swap_params(new.params)
+    swapped = serve(engine, [prompt], GREEDY)[0]
+    assert swapped.num_cached_tokens == 0
+    assert swapped.outputs[0].token_ids == plain_greedy(new, prompt, 12)
+    assert swapped.outputs[0].token_ids != first.outputs[0].token_ids
+
+
+def test_parameters_of_another_shape_are_refused_and_nothing_changes():
+    engine = tiny_engine()
+    params = dict(tiny_model().params)
+    params["norm.scale"] = params["norm.scale"].astype(jnp.bfloat16)
+    with pytest.raises(ValueError, match="norm.scale: got .*bfloat16.*, wanted .*float32"):
+        engine.swap_params(params)
+    with pytest.raises(ValueError, match="got None"):
+        engine.swap_params({k: v for k, v in tiny_model().params.items() if k != "embed.table"})
+    (prompt,) = random_prompts([9], seed=18)
+    assert tokens_of(serve(engine, [prompt], GREEDY)) == [plain_greedy(tiny_model(), prompt, 12)]
