@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,15 +28,11 @@ class Tokenizer:
         directory = Path(path)
         if not (directory / "tokenizer.json").is_file():
             raise ValueError(f"wanted a directory with a tokenizer.json, got {str(path)!r}")
-        # Imported here: it takes a good second, which `pagedjax --help` need not wait for.
-        from transformers import PreTrainedTokenizerFast
-
+        loader = _fast_tokenizer_class()
         try:
             # A cut-off file makes `tokenizers` raise a bare Exception, and json a ValueError.
             json.loads((directory / "tokenizer.json").read_bytes())
-            self._tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(
-                str(directory), local_files_only=True
-            )
+            self._tokenizer: Any = loader.from_pretrained(str(directory), local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"{str(path)!r} holds no usable tokenizer: {error}") from error
         self._backend = self._tokenizer.backend_tokenizer
@@ -107,6 +104,25 @@ class Tokenizer:
     def chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of `render_chat(messages)`; BOS is there only if the template writes it."""
         return self.encode(self.render_chat(messages), add_special_tokens=False)
+
+
+def _fast_tokenizer_class() -> Any:
+    """transformers' class for a `tokenizer.json`.
+
+    Imported when needed, since it takes a good second, and without the remark that PyTorch is
+    missing: tokenizers do not need it.
+    """
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return "PyTorch was not found" not in record.getMessage()
+
+    logger = logging.getLogger("transformers")
+    logger.addFilter(is_news)
+    try:
+        from transformers import PreTrainedTokenizerFast
+    finally:
+        logger.removeFilter(is_news)
+    return PreTrainedTokenizerFast
 
 
 def _checked_messages(messages: Any) -> Sequence[Message]:
