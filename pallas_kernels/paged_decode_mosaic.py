@@ -54,8 +54,10 @@ def paged_decode_attention(
     interpret: Any = None,
 ) -> Any:
     """See `pallas_kernels.paged_decode_attention`; every default is filled in by the caller."""
-    _check_supported(q, kv_pool, kv_scales)
+    _check_supported(q, kv_pool)
     kv_heads = kv_pool.shape[2]
+    # Eight-bit keys and values are exact in float16, and converted to it on the way.
+    compute = q.dtype if kv_scales is None else jnp.float16
     if config is None:
         config = decode_config("mosaic", q, kv_pool, block_tables)
     if plan is None:
@@ -73,16 +75,18 @@ def paged_decode_attention(
         window=window,
         soft_cap=soft_cap,
         with_sinks=sinks is not None,
+        with_scales=kv_scales is not None,
         with_lse=return_lse,
     )
-    call = _build(problem, q.dtype, plan.shape[0], interpret)
+    call = _build(problem, q.dtype, compute, kv_pool.dtype, plan.shape[0], interpret)
     out, lse, part, part_lse = call(
-        _padded_rows(q, problem),
+        _padded_rows(q.astype(compute), problem),
         kv_pool.reshape(-1, problem.head_dim),
         block_tables,
         seq_lens,
         plan,
         *([] if sinks is None else [jnp.tile(sinks, 1 + -(-problem.columns // sinks.size))]),
+        *([] if kv_scales is None else [kv_scales]),
     )
     out, lse = merge_parts(
         out.reshape(q.shape),
@@ -96,10 +100,15 @@ def paged_decode_attention(
     return (out, lse) if return_lse else out
 
 
-def _check_supported(q: jax.Array, kv_pool: jax.Array, kv_scales: jax.Array | None) -> None:
+def _check_supported(q: jax.Array, kv_pool: jax.Array) -> None:
     head_dim, block_size = q.shape[2], kv_pool.shape[3]
-    if kv_scales is not None or q.dtype.itemsize != 2:
-        raise NotImplementedError(f"needs a 16-bit pool like q, got {q.dtype} and {kv_pool.dtype}")
+    if q.dtype.itemsize != 2 or kv_pool.dtype not in (q.dtype, jnp.float8_e4m3fn):
+        raise NotImplementedError(
+            f"q must have 16 bits and the pool its dtype or float8_e4m3fn, "
+            f"got {q.dtype} and {kv_pool.dtype}"
+        )
+    if kv_pool.dtype.itemsize == 1 and head_dim % 128:
+        raise NotImplementedError(f"a float8 pool needs head_dim 128 or 256, got {head_dim}")
     if head_dim % 64 or head_dim > 256:
         raise NotImplementedError(f"head_dim must be 64, 128, 192 or 256, got {head_dim}")
     if block_size not in (8, 16, 32, 64, 128):
@@ -142,6 +151,7 @@ class _Problem:
     window: int | None
     soft_cap: float | None
     with_sinks: bool
+    with_scales: bool
     with_lse: bool
 
     @property
@@ -162,26 +172,34 @@ class _Problem:
         return self.tile // self.copy_rows
 
 
-def _build(problem: _Problem, dtype: Any, parts: int, interpret: Any) -> Any:
-    """The kernel for a problem: q, pool rows, tables, lengths, plan (and sinks) to its outputs."""
+def _build(
+    problem: _Problem, dtype: Any, compute: Any, kv_dtype: Any, parts: int, interpret: Any
+) -> Any:
+    """The kernel: q, pool rows, tables, lengths, plan (sinks, scales) to its four outputs."""
     rows, columns = problem.seqs * problem.q_heads, problem.columns
     tile_shape = (problem.stages, problem.tile, problem.head_dim)
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
+    kv_tiled = (plgpu.TilingTransform((8, 128 // kv_dtype.itemsize)), plgpu.SwizzleTransform(128))
+    num_inputs = 5 + problem.with_sinks + problem.with_scales
+    # Where a tile is converted, if it has to be. Keys and values take turns: with one buffer a warp
+    # could overwrite what another still multiplies.
+    wide_shape = (2, problem.tile if problem.with_scales else 8, problem.head_dim)
+
     def body(*refs: Any) -> None:
-        inputs, (out, lse, part, part_lse, q, k, v, p, o, o_part, lse_row, *bars) = (
-            refs[: 5 + problem.with_sinks],
-            refs[5 + problem.with_sinks :],
-        )
-        q_ref, kv_ref, table_ref, len_ref, plan_ref = inputs[:5]
+        q_ref, kv_ref, table_ref, len_ref, plan_ref, *more = refs[:num_inputs]
+        sink_ref = more[0] if problem.with_sinks else None
+        scale_ref = more[-1] if problem.with_scales else None
+        out, lse, part, part_lse, q, k, v, p, wide, o, o_part, lse_row, *bars = refs[num_inputs:]
         q_bar, k_bar, v_bar, k_free, v_free = bars
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == 0)
         def _() -> None:
-            sources = (q_ref, len_ref, plan_ref, inputs[5] if problem.with_sinks else None)
-            sinks = (out, lse, part, part_lse, o, o_part, lse_row)
-            _consume(problem, sources, sinks, (q, k, v, p), (q_bar, k_bar, v_bar, k_free, v_free))
+            sources = (q_ref, len_ref, plan_ref, sink_ref, scale_ref)
+            outputs = (out, lse, part, part_lse, o, o_part, lse_row)
+            barriers = (q_bar, k_bar, v_bar, k_free, v_free)
+            _consume(problem, sources, outputs, (q, k, v, p, wide), barriers)
 
         @pl.when(warpgroup == 1)
         def _() -> None:
@@ -200,10 +218,11 @@ def _build(problem: _Problem, dtype: Any, parts: int, interpret: Any) -> Any:
             jax.ShapeDtypeStruct((2, parts, problem.kv_heads, columns), jnp.float32),
         ],
         scratch_types=[
-            plgpu.SMEM((columns, problem.head_dim), dtype, transforms=tiled),
-            plgpu.SMEM(tile_shape, dtype, transforms=tiled),
-            plgpu.SMEM(tile_shape, dtype, transforms=tiled),
-            plgpu.SMEM((columns, problem.tile), dtype, transforms=tiled),
+            plgpu.SMEM((columns, problem.head_dim), compute, transforms=tiled),
+            plgpu.SMEM(tile_shape, kv_dtype, transforms=kv_tiled),
+            plgpu.SMEM(tile_shape, kv_dtype, transforms=kv_tiled),
+            plgpu.SMEM((columns, problem.tile), compute, transforms=tiled),
+            plgpu.SMEM(wide_shape, compute, transforms=tiled),
             plgpu.SMEM((columns, problem.head_dim), dtype),
             plgpu.SMEM((columns, problem.head_dim), jnp.float32),
             plgpu.SMEM((columns,), jnp.float32),
@@ -289,12 +308,13 @@ def _produce(problem: _Problem, sources: Any, tiles: Any, barriers: Any) -> None
 
 def _consume(problem: _Problem, sources: Any, outputs: Any, smem: Any, barriers: Any) -> None:
     """Attend to this worker's tiles, segment by segment."""
-    q_ref, len_ref, plan_ref, sink_ref = sources
-    q_smem, k_smem, v_smem, p_smem = smem
+    q_ref, len_ref, plan_ref, sink_ref, scale_ref = sources
+    q_smem, k_smem, v_smem, p_smem, wide_smem = smem
     q_bar, k_bar, v_bar, k_free, v_free = barriers
     tile, head_dim, columns = problem.tile, problem.head_dim, problem.columns
     part, head = lax.axis_index("part"), lax.axis_index("head")
     total_tiles = plan_ref[part, Column.TILES]
+    k_scale, v_scale = (1.0, 1.0) if scale_ref is None else (scale_ref[i, head] for i in (0, 1))
 
     def segment(_: jax.Array, carry: Any) -> Any:
         seq, length, index, done = carry
@@ -312,9 +332,16 @@ def _consume(problem: _Problem, sources: Any, outputs: Any, smem: Any, barriers:
             slot = lax.rem(done + i, jnp.int32(problem.stages))
             first_key = start + i * tile
             plgpu.barrier_wait(k_bar.at[slot])
-            scores = _product(k_smem.at[slot], q_smem.T, (tile, columns))
-            plgpu.barrier_arrive(k_free.at[slot])
-            scores = _scaled(scores, problem)
+            keys = k_smem.at[slot]
+            if problem.with_scales:
+                wide_smem[0] = keys[...].astype(wide_smem.dtype)
+                plgpu.barrier_arrive(k_free.at[slot])
+                plgpu.commit_smem()
+                keys = wide_smem.at[0]
+            scores = _product(keys, q_smem.T, (tile, columns))
+            if not problem.with_scales:
+                plgpu.barrier_arrive(k_free.at[slot])
+            scores = _scaled(scores, problem, k_scale)
             key = lax.broadcasted_iota(jnp.int32, scores.shape, 0) + first_key
             scores = jnp.where((key >= oldest) & (key < length), scores, -jnp.inf)
             new_peak = jnp.maximum(peak, jnp.max(scores, axis=0))
@@ -324,16 +351,23 @@ def _consume(problem: _Problem, sources: Any, outputs: Any, smem: Any, barriers:
             p_smem.T[...] = plgpu.layout_cast(weights.astype(p_smem.dtype), TRANSPOSED)
             plgpu.barrier_wait(v_bar.at[slot])
 
+            values = v_smem.at[slot]
+            if problem.with_scales:
+                wide_smem[1] = values[...].astype(wide_smem.dtype)
+                plgpu.barrier_arrive(v_free.at[slot])
+                values = wide_smem.at[1]
+
             @pl.when((first_key + tile > length) | (first_key < oldest))
             def _() -> None:  # a weight of 0 would not silence a NaN in a slot that is not seen
-                value = v_smem[slot]
+                value = values[...]
                 key = lax.broadcasted_iota(jnp.int32, value.shape, 0) + first_key
                 seen = (key >= oldest) & (key < length)
-                v_smem[slot] = jnp.where(seen, value, jnp.zeros_like(value))
+                values[...] = jnp.where(seen, value, jnp.zeros_like(value))
 
             plgpu.commit_smem()
-            product = _product(v_smem.at[slot].T, p_smem.T, (head_dim, columns))
-            plgpu.barrier_arrive(v_free.at[slot])
+            product = _product(values.T, p_smem.T, (head_dim, columns))
+            if not problem.with_scales:
+                plgpu.barrier_arrive(v_free.at[slot])
             return acc * _over_rows(fade, acc.shape) + product, new_peak, total
 
         zeros = [jnp.zeros((m, columns), jnp.float32) for m in (head_dim, tile)]
@@ -345,7 +379,7 @@ def _consume(problem: _Problem, sources: Any, outputs: Any, smem: Any, barriers:
             mine = sink_ref.at[pl.ds(lax.rem(first_row, problem.q_heads), columns)]
             sink = plgpu.load(mine, layout=COLUMNS, optimized=False)
         _finish(
-            problem, outputs, acc, peak, jnp.sum(total, axis=0), sink,
+            problem, outputs, acc * v_scale, peak, jnp.sum(total, axis=0), sink,
             row=row, first_row=first_row, complete=count == tiles, begins=index == 0,
         )  # fmt: skip
         following = jnp.minimum(seq + 1, problem.seqs - 1)
@@ -410,11 +444,11 @@ def _product(a: Any, b: Any, shape: tuple[int, int]) -> jax.Array:
     return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
 
 
-def _scaled(scores: jax.Array, problem: _Problem) -> jax.Array:
+def _scaled(scores: jax.Array, problem: _Problem, k_scale: Any) -> jax.Array:
     """Scaled (and capped) scores, times log2(e): the softmax works in base 2."""
     if problem.soft_cap is None:
-        return scores * (problem.scale * LOG2_E)
-    capped = jnp.tanh(scores * (problem.scale / problem.soft_cap))
+        return scores * (k_scale * (problem.scale * LOG2_E))
+    capped = jnp.tanh(scores * (k_scale * (problem.scale / problem.soft_cap)))
     return capped * (problem.soft_cap * LOG2_E)
 
 
