@@ -52,7 +52,7 @@ BLOCK_SIZES = (16, 32, 64, 128)
 # Registers of each thread of the producer and of the consumers. Widening keys and values takes more
 # than copying them. All together must fit what a thread block of 384 threads is launched with,
 # 168 each, or a warpgroup waits for ever for registers that nobody gives back.
-COPYING_REGISTERS = (40, 232)
+COPYING_REGISTERS = (24, 240)
 WIDENING_REGISTERS = (72, 216)
 
 
