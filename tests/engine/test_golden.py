@@ -83,9 +83,9 @@ def forced_logprobs(engine, case):
     return drain(engine)["forced"].prompt_logprobs[len(case["prompt_token_ids"]) :]
 
 
-def check_all(engine):
-    outputs = serve(engine, [case["prompt_token_ids"] for case in CASES], PARAMS)
-    for case, output in zip(CASES, outputs, strict=True):
+def check_all(engine, cases=CASES):
+    outputs = serve(engine, [case["prompt_token_ids"] for case in cases], PARAMS)
+    for case, output in zip(cases, outputs, strict=True):
         check(case, output, engine)
     assert engine.stats().blocks_used == 0
 
@@ -114,7 +114,12 @@ def test_all_prompts_in_chunks_of_16():
     check_all(golden_engine(max_prefill_chunk=16))
 
 
-def test_all_prompts_in_a_pool_that_forces_preemption():
-    engine = golden_engine(num_blocks=105)
-    check_all(engine)
-    assert engine.stats().preemptions >= 10
+def test_all_prompts_in_pools_that_force_preemption():
+    """The longest prompt needs most of the larger pool; the others fight over the smaller one."""
+    large, small = golden_engine(num_blocks=104), golden_engine(num_blocks=26)
+    check_all(large)
+    by_length = sorted(CASES, key=lambda case: len(case["prompt_token_ids"]))
+    for cases in (by_length[:-1], by_length[-2::-1]):
+        check_all(small, cases)
+    assert large.stats().preemptions >= 1
+    assert small.stats().preemptions >= 10
