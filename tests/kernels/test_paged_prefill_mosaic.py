@@ -75,9 +75,7 @@ def test_soft_cap_with_a_group_of_seven_and_two_head_sections(kv_dtype):
     check(case, config=dataclasses.replace(SMALL, head_sections=2), soft_cap=1.5)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "block_size"), [(80, 16), (96, 32), (112, 64), (128, 128), (192, 32), (256, 16)]
-)
+@pytest.mark.parametrize(("head_dim", "block_size"), [(80, 16), (112, 64), (128, 128), (256, 16)])
 def test_head_sizes_and_block_sizes(head_dim, block_size):
     # KE08, KE10, KE11: sizes that are no powers of two, lengths around the tiles'.
     case = dense_attention.make_case(
@@ -92,6 +90,13 @@ def test_one_thread_block_of_many_has_work():
         4, [30], rows=[7], kv_heads=1, group=1, dtype=jnp.bfloat16, extra_tokens=1
     )
     check(case, config=dataclasses.replace(SMALL, thread_blocks=5))
+
+
+def test_the_register_shares_fit_what_a_thread_block_is_launched_with():
+    # Otherwise the consumers wait for ever for registers, which no interpreter shows.
+    launched = 65536 // (3 * 128) // 8 * 8
+    for producer, consumer in (mosaic.COPYING_REGISTERS, mosaic.WIDENING_REGISTERS):
+        assert producer + 2 * consumer <= 3 * launched
 
 
 def test_unsupported_cases_are_declined_before_any_lowering():

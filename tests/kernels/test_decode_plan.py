@@ -1,0 +1,69 @@
+"""The division of decode work among thread blocks."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.decode_plan import Column, abstract_plan, plan_decode, visible_tiles
+
+
+def walk(lens, plan, tile, window):
+    """Tiles of every part, in order, and the parts of every sequence: a slow second computation."""
+    tiles = visible_tiles(lens, tile, window)
+    line = [(seq, i) for seq in range(len(lens)) for i in range(tiles[seq])]
+    parts_of, start = {}, 0
+    for part, row in enumerate(plan):
+        mine = line[start : start + row[Column.TILES]]
+        start += len(mine)
+        if mine:
+            assert mine[0] == (row[Column.SEQ], row[Column.TILE])
+            assert lens[mine[0][0]] == row[Column.SEQ_LEN]
+        touched = sorted({seq for seq, _ in mine})
+        assert len(touched) == row[Column.SEGMENTS]
+        for seq in touched:
+            parts_of.setdefault(seq, []).append(part)
+    assert start == len(line)
+    return parts_of
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_tile_belongs_to_one_part_and_every_shared_context_is_merged_once(seed):
+    rng = np.random.default_rng(seed)
+    lens = rng.integers(0, 700, rng.integers(1, 20)).astype(np.int32)
+    tile, parts = int(rng.choice([16, 64])), int(rng.integers(1, 60))
+    window = [None, 1, 100][seed % 3]
+    plan = plan_decode(lens, tile=tile, parts=parts, window=window)
+    assert plan.shape == abstract_plan(parts).shape and plan.dtype == np.int32
+    parts_of = walk(lens, plan, tile, window)
+    merges = {row[Column.MERGE_SEQ]: row for row in plan if row[Column.MERGE_LATER]}
+    for seq, mine in parts_of.items():
+        assert mine == list(range(mine[0], mine[-1] + 1))
+        if len(mine) > 1:
+            row = merges.pop(seq)
+            assert row[Column.MERGE_PART] == mine[0]
+            assert row[Column.MERGE_LATER] == len(mine) - 1
+    assert not merges
+    rows = min(parts, len(lens))
+    assert not plan[rows:, Column.MERGE_LATER].any()
+
+
+def test_parts_differ_by_one_tile_at_most():
+    lens = np.random.default_rng(0).lognormal(7.0, 1.0, 64).astype(np.int32)
+    lengths = plan_decode(lens, tile=64, parts=33)[:, Column.TILES]
+    assert lengths.max() - lengths.min() <= 1
+
+
+def test_a_plan_in_the_program_equals_the_plan_on_the_host():
+    lens = np.array([0, 1, 64, 65, 4000, 17], np.int32)
+    for parts in (1, 3, 40, 200):
+        host = plan_decode(lens, tile=64, parts=parts, window=500)
+        np.testing.assert_array_equal(
+            plan_decode(jnp.asarray(lens), tile=64, parts=parts, window=500), host
+        )
+
+
+def test_a_million_tokens_in_many_sequences_do_not_overflow():
+    lens = np.full((256,), 1_000_000, np.int32)
+    plan = plan_decode(lens, tile=16, parts=264)
+    assert plan[:, Column.TILES].sum() == 256 * 62_500
+    assert (plan >= 0).all()
