@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from convert.families.llamalike import take_layers
 from convert.gguf_reader import GGUFSource, shortest
 from convert.hf_config import Fields
 from convert.source import CheckpointError
@@ -45,7 +46,7 @@ def read_arch(source: GGUFSource) -> tuple[ArchConfig, list[str]]:
     fields.require("attention.value_length", head_dim)
     if rope_dim not in (None, head_dim):
         raise CheckpointError(f"{where}: rope.dimension_count {rope_dim}, head width {head_dim}")
-    layers = fields.take_int("block_count")
+    layers = take_layers(fields, "block_count")
     window = fields.take_int("attention.sliding_window", 0) or None
     tensors = source.stored
     values: dict[str, Any] = {
@@ -80,12 +81,17 @@ def read_arch(source: GGUFSource) -> tuple[ArchConfig, list[str]]:
 
 def read_generation(metadata: Mapping[str, Any]) -> GenerationDefaults:
     """Special ids of a GGUF file; end of text, of turn and of message all end a generation."""
-    key = "tokenizer.ggml.{}_token_id".format
-    ends = [metadata.get(key(kind)) for kind in ("eos", "eot", "eom")]
+    prefix = "tokenizer.ggml."
+    fields = Fields(
+        {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}, prefix
+    )
+    ids = {
+        kind: fields.take_int(f"{kind}_token_id", None)
+        for kind in ("eos", "eot", "eom", "bos", "padding")
+    }
+    ends = [ids[kind] for kind in ("eos", "eot", "eom") if ids[kind] is not None]
     return GenerationDefaults(
-        eos_ids=tuple(dict.fromkeys(one for one in ends if one is not None)),
-        bos_id=metadata.get(key("bos")),
-        pad_id=metadata.get(key("padding")),
+        eos_ids=tuple(dict.fromkeys(ends)), bos_id=ids["bos"], pad_id=ids["padding"]
     )
 
 

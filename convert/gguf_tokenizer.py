@@ -23,6 +23,7 @@ from tokenizers import (
     processors,
 )
 
+from convert.hf_config import Fields
 from convert.source import CheckpointError
 
 CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
@@ -92,36 +93,61 @@ class GGUFTokenizer:
     directory = None  # there is none until one is saved
 
     def __init__(self, metadata: Mapping[str, Any], where: str) -> None:
-        self._metadata = metadata
-        kind = self._get("model")
-        if kind != "gpt2":
+        self._where = where
+        prefix = "tokenizer.ggml."
+        own = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
+        fields = Fields(own, where)
+        if (kind := fields.take_text("model")) != "gpt2":
             raise CheckpointError(
                 f"{where}: tokenizer model {kind!r} cannot be rebuilt, only byte-level BPE ('gpt2')"
             )
-        if self._get("pre") not in SPLITTERS:
+        if (pre := fields.take_text("pre")) not in SPLITTERS:
             raise CheckpointError(
-                f"{where}: pre-tokenizer {self._get('pre')!r} is not known, "
-                f"known: {', '.join(SPLITTERS)}"
+                f"{where}: pre-tokenizer {pre!r} is not known, known: {', '.join(SPLITTERS)}"
             )
-        missing = [name for name in ("tokens", "token_type", "merges") if not self._get(name)]
-        if missing:
-            raise CheckpointError(f"{where}: the vocabulary lacks {', '.join(missing)}")
-        self._tokens: list[str] = self._get("tokens")
-        if len(set(self._tokens)) != len(self._tokens):
-            raise CheckpointError(f"{where}: the vocabulary has a token twice")
-        num_types = len(self._get("token_type"))
-        if num_types != len(self._tokens):
-            raise CheckpointError(
-                f"{where}: {num_types} token types for {len(self._tokens)} tokens"
-            )
-        for name in _NAMED:
-            if (index := self._get(f"{name}_token_id")) is not None and index >= len(self._tokens):
-                raise CheckpointError(f"{where}: {name}_token_id {index} is not in the vocabulary")
-        self._merges = [tuple(merge.split(" ")) for merge in self._get("merges")]
+        self._splitter = SPLITTERS[pre]
+        self._tokens: list[str] = self._take_list(fields, "tokens", str)
+        self._types: list[int] = self._take_list(fields, "token_type", int)
+        merges = self._take_list(fields, "merges", str)
+        self._merges = [tuple(merge.split(" ")) for merge in merges]
+        self._named = {
+            name: index
+            for key, name in _NAMED.items()
+            if (index := fields.take_int(f"{key}_token_id", None)) is not None
+        }
+        self._adds_bos = fields.take_bool("add_bos_token", self._splitter.adds_bos)
+        self._chat_template = Fields(metadata, where).take_text("tokenizer.chat_template", None)
+        self._check()
+
+    def _take_list(self, fields: Fields, name: str, kind: type) -> list[Any]:
+        value = fields.take(name)
+        if not isinstance(value, list) or not value or not isinstance(value[0], kind):
+            raise CheckpointError(f"{self._where}: {name} is not a list of {kind.__name__}")
+        return value  # a GGUF array holds one type
+
+    def _check(self) -> None:
+        """What `save` relies on, so that nothing is written for a vocabulary that cannot be."""
         known = set(self._tokens)
+        if len(known) != len(self._tokens):
+            raise CheckpointError(f"{self._where}: the vocabulary has a token twice")
+        if len(self._types) != len(self._tokens):
+            raise CheckpointError(
+                f"{self._where}: {len(self._types)} token types for {len(self._tokens)} tokens"
+            )
+        for name, index in self._named.items():
+            if not 0 <= index < len(self._tokens):
+                raise CheckpointError(
+                    f"{self._where}: {name} token id {index} is not in the vocabulary"
+                )
+        if self._adds_bos and "bos" not in self._named:
+            raise CheckpointError(
+                f"{self._where}: texts begin with BOS, but bos_token_id is absent"
+            )
         for merge in self._merges:
             if len(merge) != 2 or not known.issuperset((*merge, "".join(merge))):
-                raise CheckpointError(f"{where}: the merge {merge} does not fit the vocabulary")
+                raise CheckpointError(
+                    f"{self._where}: the merge {merge} does not fit the vocabulary"
+                )
 
     @property
     def num_ids(self) -> int:
@@ -132,16 +158,7 @@ class GGUFTokenizer:
         """Write `tokenizer.json`, `tokenizer_config.json` and the chat template."""
         directory.mkdir(parents=True, exist_ok=True)
         self._build().save(str(directory / "tokenizer.json"))
-        named = {
-            f"{name}_token": self._tokens[index]
-            for name, key in (
-                ("bos", "bos"),
-                ("eos", "eos"),
-                ("unk", "unknown"),
-                ("pad", "padding"),
-            )
-            if (index := self._get(f"{key}_token_id")) is not None
-        }
+        named = {f"{name}_token": self._tokens[index] for name, index in self._named.items()}
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
@@ -149,15 +166,11 @@ class GGUFTokenizer:
         }
         text = json.dumps(config, indent=2, ensure_ascii=False)
         (directory / "tokenizer_config.json").write_text(text)
-        template = self._metadata.get("tokenizer.chat_template")
-        if template is not None:
-            (directory / "chat_template.jinja").write_text(template)
-
-    def _get(self, name: str) -> Any:
-        return self._metadata.get(f"tokenizer.ggml.{name}")
+        if self._chat_template is not None:
+            (directory / "chat_template.jinja").write_text(self._chat_template)
 
     def _build(self) -> Tokenizer:
-        splitter = SPLITTERS[self._get("pre")]
+        splitter = self._splitter
         vocab = {token: index for index, token in enumerate(self._tokens)}
         model = models.BPE(vocab=vocab, merges=self._merges, ignore_merges=splitter.whole_words)
         tokenizer = Tokenizer(model)
@@ -165,20 +178,17 @@ class GGUFTokenizer:
             tokenizer.normalizer = splitter.normalizer()
         tokenizer.pre_tokenizer = splitter.build()
         tokenizer.decoder = decoders.ByteLevel()
-        kinds = list(zip(self._tokens, self._get("token_type"), strict=True))
-        for kind in (CONTROL, USER_DEFINED):
-            special = kind == CONTROL
-            tokenizer.add_tokens(
-                [
-                    AddedToken(token, special=special, normalized=False)
-                    for token, its_kind in kinds
-                    if its_kind == kind
-                ]
-            )
-        if self._get("add_bos_token") or (self._get("add_bos_token") is None and splitter.adds_bos):
-            bos = self._get("bos_token_id")
+        tokenizer.add_tokens(
+            [
+                AddedToken(token, special=kind == CONTROL, normalized=False)
+                for token, kind in zip(self._tokens, self._types, strict=True)
+                if kind in (CONTROL, USER_DEFINED)
+            ]
+        )
+        if self._adds_bos:
+            bos = self._named["bos"]
             token = self._tokens[bos]
             tokenizer.post_processor = processors.TemplateProcessing(
-                single=f"{token} $A", pair=f"{token} $A {token} $B", special_tokens=[(token, bos)]
+                single=[token, "$A"], pair=[token, "$A", token, "$B"], special_tokens=[(token, bos)]
             )
         return tokenizer

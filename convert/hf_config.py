@@ -53,7 +53,8 @@ class Fields:
         value = self.take(name, default)
         if value is default:
             return value
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if isinstance(value, bool) or not whole:
             raise self._unfit(name, value, "a whole number")
         return int(value)
 
@@ -77,6 +78,13 @@ class Fields:
         value = self.take(name, default)
         if value is not default and not isinstance(value, bool):
             raise self._unfit(name, value, "true or false")
+        return value
+
+    def take_text(self, name: str, default: Any = _REQUIRED) -> Any:
+        """A string, or the default."""
+        value = self.take(name, default)
+        if value is not default and not isinstance(value, str):
+            raise self._unfit(name, value, "a text")
         return value
 
     def take_mapping(self, name: str) -> dict[str, Any]:

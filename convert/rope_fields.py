@@ -33,7 +33,7 @@ def take_rope(hf: Fields, max_positions: int) -> RopeConfig:
             raise CheckpointError(
                 f"{fields.where}: partial_rotary_factor={factor} is not supported"
             )
-    kinds = {rope.take(name) for name in ("rope_type", "type") if name in parameters | scaling}
+    kinds = {rope.take_text(name) for name in ("rope_type", "type") if name in parameters | scaling}
     if len(kinds) > 1:
         raise CheckpointError(f"{rope.where}: rope_type and type contradict: {sorted(kinds)}")
     kind = kinds.pop() if kinds else "default"

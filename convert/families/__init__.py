@@ -32,7 +32,7 @@ def read_arch(config: Mapping[str, Any], where: str) -> tuple[ArchConfig, list[s
     if quantization:
         method = quantization.get("quant_method", "of an unnamed kind")
         raise CheckpointError(f"{where}: quantized checkpoints ({method}) are not supported")
-    model_type = hf.take("model_type")
+    model_type = hf.take_text("model_type")
     if model_type not in FAMILIES:
         raise CheckpointError(
             f"{where}: unknown architecture {model_type!r}, known: {', '.join(sorted(FAMILIES))}"

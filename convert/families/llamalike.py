@@ -22,6 +22,8 @@ IGNORED = frozenset({
     "unk_token_id", "unsloth_fixed", "unsloth_version", "use_cache",
 })  # fmt: skip
 
+MAX_LAYERS = 10_000  # beyond it a damaged file is likelier, and listing the tensors takes gigabytes
+
 
 def read_llamalike(
     hf: Fields,
@@ -91,15 +93,15 @@ def read_llamalike(
         raise CheckpointError(f"{hf.where}: {error}") from error
 
 
-def take_layers(hf: Fields) -> int:
+def take_layers(hf: Fields, name: str = "num_hidden_layers") -> int:
     """Number of decoder layers.
 
     Raises:
-        CheckpointError: it is absent, or not positive.
+        CheckpointError: it is absent, or out of any reason.
     """
-    layers = hf.take_int("num_hidden_layers")
-    if layers < 1:
-        raise CheckpointError(f"{hf.where}: num_hidden_layers must be at least 1, got {layers}")
+    layers = hf.take_int(name)
+    if not 1 <= layers <= MAX_LAYERS:
+        raise CheckpointError(f"{hf.where}: {name} must be 1 to {MAX_LAYERS}, got {layers}")
     return layers
 
 
@@ -119,11 +121,11 @@ def take_qwen_windows(hf: Fields, layers: int) -> tuple[int | None, ...]:
     if kinds is None:
         kinds = ["sliding_attention" if uses and i >= first else "full_attention"
                  for i in range(layers)]  # fmt: skip
-    known = {"sliding_attention", "full_attention"}
-    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= known:
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
         raise CheckpointError(
-            f"{hf.where}: layer_types must give one of {sorted(known)} for each of {layers} "
-            f"layers, got {kinds}"
+            f"{hf.where}: layer_types must give one of {known} for each of {layers} layers, "
+            f"got {kinds}"
         )
     if not uses and "sliding_attention" in kinds:
         raise CheckpointError(f"{hf.where}: layer_types slide, but use_sliding_window is not set")

@@ -141,15 +141,16 @@ def test_chat_template_is_carried_over(tmp_path):
     ("fields", "named"),
     [
         ({"pre": "made-up"}, "'made-up'"),
-        ({"pre": None}, "None"),
+        ({"pre": None}, "'pre'"),
         ({"model": "llama"}, "'llama'"),
-        ({"model": None}, "None"),
+        ({"model": None}, "'model'"),
         ({"merges": None}, "merges"),
         ({"tokens": ["a", "a"]}, "twice"),
         ({"merges": ["h e", "h z"]}, r"merge \('h', 'z'\)"),
         ({"merges": ["he"]}, "merge"),
         ({"token_type": [3]}, "1 token types for 300 tokens"),
-        ({"bos_token_id": 300}, "bos"),
+        ({"bos_token_id": 300}, "bos token id 300"),
+        ({"bos_token_id": None, "add_bos_token": True}, "bos_token_id is absent"),
     ],
 )
 def test_a_vocabulary_that_cannot_be_rebuilt_is_refused_by_name(tmp_path, fields, named):
