@@ -308,7 +308,7 @@ def selected_cases(args: argparse.Namespace) -> list[DecodeCase]:
         kv_dtypes=args.kv_dtypes.split(","),
     )
     if args.ragged:
-        cases = [ragged_case(case, seed=0) for case in cases]
+        cases = [twin for case in cases for twin in (case, ragged_case(case, seed=0))]
     skip = [tuple(map(int, s.split("x"))) for s in args.skip.split(",") if s]
     return [c for c in cases if (len(c.seq_lens), max(c.seq_lens)) not in skip]
 
@@ -432,7 +432,9 @@ def main() -> None:
     parser.add_argument("--block-sizes", default="16")
     parser.add_argument("--kv-dtypes", default="bfloat16")
     parser.add_argument("--skip", default="", help="cells to leave out, such as 128x32768")
-    parser.add_argument("--ragged", action="store_true", help="lognormal lengths of that mean")
+    parser.add_argument(
+        "--ragged", action="store_true", help="each case with lognormal lengths, too"
+    )
     parser.add_argument("--only", default="", help="variants to time, such as mosaic:64x3w4@264")
     parser.add_argument("--best", action="store_true", help="list only the best of each backend")
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file as well")

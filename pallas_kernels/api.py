@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import reference, xla
+from pallas_kernels.tuning import fastest_decode_backend
 
 Implementation = Literal["mosaic", "triton", "xla", "reference"]
 
@@ -152,8 +153,11 @@ def paged_decode_attention(
     """
     _check_attention(q, kv_pool, block_tables, seq_lens, "seqs", window, soft_cap, sinks, kv_scales)
     _check_shape("q", q, (seq_lens.shape[0], *q.shape[1:]), "[seqs, q_heads, head_dim]")
+    order = DECODE_IMPLEMENTATIONS
+    if fastest_decode_backend(q, kv_pool) == "triton":
+        order = ("triton", *(name for name in order if name != "triton"))
     return _first_that_can(
-        _decode, DECODE_IMPLEMENTATIONS, implementation, q, kv_pool, block_tables, seq_lens,
+        _decode, order, implementation, q, kv_pool, block_tables, seq_lens,
         scale=_scale_or_default(scale, q), window=window, soft_cap=soft_cap, sinks=sinks,
         kv_scales=kv_scales, return_lse=return_lse,
     )  # fmt: skip
