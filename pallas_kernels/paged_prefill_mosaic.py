@@ -46,8 +46,9 @@ from pallas_kernels.tuning import core_count
 __all__ = ["TILE_ROWS", "PrefillConfig", "default_config", "paged_prefill_attention"]
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
-WIDENED_HEAD_DIMS = (64, 96, 128, 192)  # the copy engine swizzles no row below 32 bytes; 256 is
-# too large for three copies of a tile
+# Of one-byte pools: the copy engine swizzles rows of at least 32 bytes, and shared memory does not
+# hold a tile of 256 columns both as it is and widened.
+WIDENED_HEAD_DIMS = (64, 96, 128, 192)
 BLOCK_SIZES = (16, 32, 64, 128)
 # Registers of each thread of the producer and of the consumers. Widening keys and values takes more
 # than copying them. All together must fit what a thread block of 384 threads is launched with,
@@ -104,7 +105,8 @@ def paged_prefill_attention(
         sinks: float32 `[q_heads]`, or None.
         kv_scales: float32 `[2, kv_heads]` for a quantized pool, or None.
         return_lse: also return the natural log-sum-exp, float32 `[tokens, q_heads]`.
-        plan: `prefill_plan.plan_prefill(..., tile_rows=128)`; made from the lengths if None.
+        plan: `prefill_plan.plan_prefill(..., tile_rows=128)`; made from the lengths if None, or if
+            `tokens` is not a multiple of 8 of at least 128.
         config: tile sizes; chosen from the shape if None.
         interpret: `plgpu.InterpretGPUParams()` to run on a CPU.
 
@@ -146,6 +148,8 @@ def paged_prefill_attention(
 
 
 def _check_supported(q: jax.Array, kv_pool: jax.Array) -> None:
+    if not hasattr(plgpu, "warp_map"):
+        raise NotImplementedError(f"needs JAX 0.11, got {jax.__version__}")
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"needs bfloat16 or float16 queries, got {q.dtype}")
     head_dims = HEAD_DIMS if kv_pool.dtype == q.dtype else WIDENED_HEAD_DIMS

@@ -23,6 +23,7 @@ from pallas_kernels.prefill_mosaic_items import (
     num_items,
 )
 
+Accumulator = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 LOG2_E = math.log2(math.e)
 # Running maximum before any key is seen: finite, so that a row whose keys are all masked so far
 # computes exp2(-inf - LOWEST) = 0 and not exp2(-inf + inf) = NaN.
@@ -103,7 +104,7 @@ def _attention(
         acc = _interpreted_values(acc, weights, refs.v_smem.at[slot])
     else:
         acc = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, weights, refs.v_smem.at[slot]))(
-            plgpu.ACC.init(acc)
+            Accumulator.init(acc)
         )
     plgpu.barrier_arrive(refs.v_free.at[slot])
     return acc, m, l
@@ -167,9 +168,9 @@ def _step(
         new_acc = new_acc * lax.broadcast_in_dim(alpha, new_acc.shape, [0])
         return new_acc, m_new, l_new, p.astype(shape.dtype)
 
-    accumulators = [plgpu.ACC((WARPGROUP_ROWS, shape.config.block_kv), jnp.float32)]
+    accumulators = [Accumulator((WARPGROUP_ROWS, shape.config.block_kv), jnp.float32)]
     if has_previous and not shape.interpret:
-        accumulators.append(plgpu.ACC((WARPGROUP_ROWS, shape.head_dim), jnp.float32))
+        accumulators.append(Accumulator((WARPGROUP_ROWS, shape.head_dim), jnp.float32))
     return pl.run_scoped(products, *accumulators)
 
 

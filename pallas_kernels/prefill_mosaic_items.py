@@ -20,7 +20,7 @@ class PrefillConfig:
     """Tile sizes and schedule of the kernel.
 
     Attributes:
-        block_kv: keys per tile, a multiple of 64.
+        block_kv: keys per tile, 64 or 128.
         stages: tiles of keys (and of values) in flight.
         thread_blocks: size of the persistent grid, the number of multiprocessors.
         head_sections: the query heads are worked off in this many equal parts, so that the keys
@@ -36,8 +36,8 @@ class PrefillConfig:
     separate_output: bool = True
 
     def __post_init__(self) -> None:
-        if self.block_kv < 64 or self.block_kv % 64:
-            raise ValueError(f"block_kv must be a positive multiple of 64, got {self.block_kv}")
+        if self.block_kv not in (64, 128):
+            raise ValueError(f"block_kv must be 64 or 128, got {self.block_kv}")
         if self.stages < 1 or self.thread_blocks < 1 or self.head_sections < 1:
             raise ValueError(f"stages, thread_blocks and head_sections must be positive: {self}")
 

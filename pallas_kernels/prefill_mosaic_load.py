@@ -13,6 +13,7 @@ from jax import lax
 from pallas_kernels import prefill_plan as plan
 from pallas_kernels.prefill_mosaic_items import (
     CONSUMERS,
+    TILE_ROWS,
     WARPGROUP_ROWS,
     Item,
     Refs,
@@ -134,14 +135,19 @@ def _choose(first: Any, a: Item, b: Item) -> Item:
 
 
 def _widen(shape: Shape, raw: Any, tile: Any) -> None:
-    columns = shape.swizzle_columns
-    for r in range(0, shape.config.block_kv, WARPGROUP_ROWS):
+    """Convert a tile; in few large pieces, since each waits for the whole warpgroup twice."""
+    rows, columns = min(shape.config.block_kv, TILE_ROWS), shape.swizzle_columns
+    for r in range(0, shape.config.block_kv, rows):
         for c in range(0, shape.head_dim, columns):
-            window = (pl.ds(r, WARPGROUP_ROWS), pl.ds(c, columns))
-            x = plgpu.load(raw.at[window], layout=plgpu.Layout.WGMMA_UPCAST_4X)
+            window = (pl.ds(r, rows), pl.ds(c, columns))
+            x = _load(raw.at[window], plgpu.Layout.WGMMA_UPCAST_4X)
             if shape.kv_dtype != jnp.int8 and shape.dtype == jnp.bfloat16:
                 x = x.astype(jnp.float32)  # the hardware widens fp8 to float16 alone
             tile.at[window][...] = x.astype(shape.dtype)
+
+
+def _load(ref: Any, layout: Any) -> Any:
+    return plgpu.load(ref, layout=layout)  # pyright: ignore[reportCallIssue] (JAX 0.10's index)
 
 
 def _drain(shape: Shape, refs: Refs) -> None:
@@ -181,7 +187,7 @@ def _copy_sources(shape: Shape, refs: Refs, item: Item, i: Any) -> tuple[list[An
     sources = []
     for j in range(shape.copies):
         position = (item.end - 1 - i) * shape.config.block_kv + j * shape.copy_rows
-        index = jnp.minimum(lax.div(position, jnp.int32(block_size)), last_block)
+        index = jnp.clip(lax.div(position, jnp.int32(block_size)), 0, last_block)
         within = 0
         if shape.copy_rows < block_size:
             within = lax.rem(position, jnp.int32(block_size))
@@ -225,6 +231,6 @@ def _zero_past_end(shape: Shape, tile: Any, item: Item, i: Any) -> None:
         def _zero(r: int = r, start: Any = start) -> None:
             for c in range(0, shape.head_dim, columns):
                 piece = tile.at[pl.ds(r, WARPGROUP_ROWS), pl.ds(c, columns)]
-                x = plgpu.load(piece, layout=plgpu.Layout.WGMMA)
+                x = _load(piece, plgpu.Layout.WGMMA)
                 row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA)
                 piece[...] = jnp.where(row + start < item.seq_len, x, jnp.zeros_like(x))
