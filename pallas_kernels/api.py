@@ -5,16 +5,21 @@ table, `blocks` blocks of the pool, `max_blocks` width of the block table. The p
 `[blocks, 2, kv_heads, block_size, head_dim]`: index 0 of axis 1 holds keys, index 1 values. Block 0
 is the null block: padding is written there and no sequence ever owns it. A slot is
 `block * block_size + offset`.
+
+Shapes and dtypes are checked when a call is traced. Values (blocks out of range, lengths beyond the
+table) are checked only under `jax.enable_checks(True)` and outside of `jax.jit`.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import reference, xla
 from pallas_kernels.tuning import fastest_decode_backend
@@ -27,25 +32,16 @@ QUANTIZED_DTYPES = (jnp.float8_e4m3fn, jnp.int8)
 _Op = Callable[..., Any]
 
 
-def _decode(name: str) -> _Op:
+def _lookup(operation: str, name: str) -> _Op:
+    """The function that implements an attention operation, `decode` or `prefill`."""
     if name in ("mosaic", "triton"):  # only a GPU needs their import
-        module = importlib.import_module(f"pallas_kernels.paged_decode_{name}")
-        return module.paged_decode_attention
-    return {
-        "xla": xla.paged_decode_attention,
-        "reference": reference.paged_decode_attention,
-    }[name]
+        module = importlib.import_module(f"pallas_kernels.paged_{operation}_{name}")
+    else:
+        module = {"xla": xla, "reference": reference}[name]
+    return getattr(module, f"paged_{operation}_attention")
 
 
-def _prefill(name: str) -> _Op:
-    return {
-        "xla": xla.paged_prefill_attention,
-        "reference": reference.paged_prefill_attention,
-    }[name]
-
-
-DECODE_IMPLEMENTATIONS: tuple[Implementation, ...] = ("mosaic", "triton", "xla", "reference")
-PREFILL_IMPLEMENTATIONS: tuple[Implementation, ...] = ("xla", "reference")
+ATTENTION_IMPLEMENTATIONS: tuple[Implementation, ...] = ("mosaic", "triton", "xla", "reference")
 WRITE_IMPLEMENTATIONS: tuple[Implementation, ...] = ("xla", "reference")
 
 
@@ -153,11 +149,13 @@ def paged_decode_attention(
     """
     _check_attention(q, kv_pool, block_tables, seq_lens, "seqs", window, soft_cap, sinks, kv_scales)
     _check_shape("q", q, (seq_lens.shape[0], *q.shape[1:]), "[seqs, q_heads, head_dim]")
-    order = DECODE_IMPLEMENTATIONS
+    _check_values(kv_pool, block_tables, seq_lens)
+    order = ATTENTION_IMPLEMENTATIONS
     if fastest_decode_backend(q, kv_pool) == "triton":
         order = ("triton", *(name for name in order if name != "triton"))
     return _first_that_can(
-        _decode, order, implementation, q, kv_pool, block_tables, seq_lens,
+        functools.partial(_lookup, "decode"), order, implementation,
+        q, kv_pool, block_tables, seq_lens,
         scale=_scale_or_default(scale, q), window=window, soft_cap=soft_cap, sinks=sinks,
         kv_scales=kv_scales, return_lse=return_lse,
     )  # fmt: skip
@@ -212,8 +210,9 @@ def paged_prefill_attention(
     )
     _check_shape("query_start", query_start, (seq_lens.shape[0] + 1,), "[seqs + 1]")
     _check_int32("query_start", query_start)
+    _check_values(kv_pool, block_tables, seq_lens, query_start)
     return _first_that_can(
-        _prefill, PREFILL_IMPLEMENTATIONS, implementation,
+        functools.partial(_lookup, "prefill"), ATTENTION_IMPLEMENTATIONS, implementation,
         q, kv_pool, block_tables, seq_lens, query_start,
         scale=_scale_or_default(scale, q), window=window, soft_cap=soft_cap, sinks=sinks,
         kv_scales=kv_scales, return_lse=return_lse,
@@ -294,6 +293,36 @@ def _check_attention(
     if sinks is not None:
         _check_shape("sinks", sinks, (q.shape[1],), "[q_heads]")
         _check_float32("sinks", sinks)
+
+
+def _check_values(
+    kv_pool: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_start: jax.Array | None = None,
+) -> None:
+    """Check what only the values can tell, when `jax_enable_checks` is on and they are known."""
+    arrays = [x for x in (block_tables, seq_lens, query_start) if x is not None]
+    if not jax.config.jax_enable_checks or any(
+        isinstance(x, jax.core.Tracer) for x in arrays
+    ):
+        return
+    blocks, block_size = kv_pool.shape[0], kv_pool.shape[3]
+    tables, lens = np.asarray(block_tables), np.asarray(seq_lens)
+    room = tables.shape[1] * block_size
+    if lens.size and (lens.min() < 0 or lens.max() > room):
+        raise ValueError(f"seq_lens must be in 0 .. {room}, got {lens.min()} .. {lens.max()}")
+    used = tables[np.arange(tables.shape[1])[None, :] * block_size < lens[:, None]]
+    if used.size and (used.min() < 0 or used.max() >= blocks):
+        raise ValueError(
+            f"block_tables must name blocks 0 .. {blocks - 1}, got {used.min()} .. {used.max()}"
+        )
+    if query_start is not None:
+        rows = np.diff(np.asarray(query_start))
+        if rows.min(initial=0) < 0 or ((rows > lens) & (lens > 0)).any():
+            raise ValueError(
+                f"query_start must rise by 0 .. seq_lens rows, got rows {rows} for lengths {lens}"
+            )
 
 
 def _check_pool(kv_pool: jax.Array) -> None:

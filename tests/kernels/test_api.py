@@ -47,6 +47,28 @@ def test_a_wrong_argument_is_named_with_what_was_wanted(changes, message):
         pallas_kernels.paged_decode_attention(**decode_args(**changes))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_tables": jnp.full((3, 4), 5, jnp.int32)}, r"blocks 0 \.\. 4, got 5 \.\. 5"),
+        ({"block_tables": jnp.full((3, 4), -1, jnp.int32)}, r"blocks 0 \.\. 4, got -1 \.\. -1"),
+        ({"seq_lens": jnp.full((3,), 65, jnp.int32)}, r"seq_lens must be in 0 \.\. 64, got 65"),
+    ],
+)
+def test_values_out_of_range_are_named_when_checks_are_on(changes, message):
+    args = decode_args(seq_lens=jnp.full((3,), 20, jnp.int32)) | changes
+    with jax.enable_checks(True), pytest.raises(ValueError, match=message):
+        pallas_kernels.paged_decode_attention(**args)
+
+
+def test_unused_table_entries_may_hold_anything_when_checks_are_on():
+    tables = jnp.full((3, 4), -1, jnp.int32).at[:, :2].set(1)
+    args = decode_args(seq_lens=jnp.full((3,), 20, jnp.int32), block_tables=tables)
+    with jax.enable_checks(True):
+        out = pallas_kernels.paged_decode_attention(**args)
+    assert out.shape == (3, 6, 16)
+
+
 def test_prefill_checks_query_start():
     args = decode_args(q=jnp.zeros((7, 6, 16)))
     with pytest.raises(ValueError, match=r"query_start must be \[seqs \+ 1\] = \(4,\), got \(3,\)"):
@@ -66,9 +88,12 @@ def test_the_default_falls_through_and_a_named_one_fails_loudly(monkeypatch):
     def declines(*args, **kwargs):
         raise NotImplementedError("not this case")
 
-    real = api._decode
-    monkeypatch.setattr(api, "_decode", lambda name: declines if name == "triton" else real(name))
-    monkeypatch.setattr(api, "DECODE_IMPLEMENTATIONS", ("triton", "xla"))
+    real = api._lookup
+
+    def lookup(operation, name):
+        return declines if name == "triton" else real(operation, name)
+
+    monkeypatch.setattr(api, "_lookup", lookup)
     monkeypatch.setattr(api, "_platform_implementations", lambda: ("triton", "xla"))
     case = make_decode_case(0, [5])
     out = pallas_kernels.paged_decode_attention(*case.args())
