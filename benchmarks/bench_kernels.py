@@ -7,7 +7,8 @@
 A timed function calls the kernel many times in one compiled program, each output being the next
 query, over block tables that rotate through more memory than the L2 cache holds. One JSON line per
 case: the median over repeats, the bytes of keys and values per second, and their share of what a
-device copy moves (bytes read plus bytes written).
+device copy moves (bytes read plus bytes written). `benchmarks.tuned_table` makes the kernels' table
+of configurations from these lines.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import pallas_kernels
+from benchmarks.kernel_checks import COMPILE_THREADS, check
 from benchmarks.record import record
-from pallas_kernels import reference
+from benchmarks.torch_attention import time_sdpa
 from pallas_kernels.cases import DecodeCase, decode_cases, ragged_case
 from pallas_kernels.decode_plan import plan_decode
 from pallas_kernels.tuning import DecodeConfig, core_count
@@ -39,7 +40,6 @@ from pallas_kernels.tuning import DecodeConfig, core_count
 warnings.filterwarnings("ignore", category=DeprecationWarning, module="jax")
 
 L2_BYTES = 60 << 20
-COMPILE_THREADS = 12
 OPTIONS: dict[str, Any] = {
     "window": None, "soft_cap": None, "sinks": None, "kv_scales": None, "return_lse": False,
 }  # fmt: skip
@@ -249,54 +249,6 @@ def time_case(
     return [row for row in best if row is not None] if args.best else rows
 
 
-def bench_torch(args: argparse.Namespace) -> None:
-    """PyTorch's scaled_dot_product_attention on contiguous keys, the calls in one CUDA graph."""
-    import torch
-
-    x = torch.ones(1 << 30, dtype=torch.bfloat16, device="cuda")
-    y = torch.empty_like(x)
-    for case in selected_cases(args):
-        seqs, context = len(case.seq_lens), case.seq_lens[0]
-        rotations = int(np.clip(-(-4 * L2_BYTES // case.kv_bytes), 1, 64))
-        options = {"dtype": torch.bfloat16, "device": "cuda"}
-        shape = (rotations, 2, seqs, case.kv_heads, context, case.head_dim)
-        kv = torch.randn(shape, **options)
-        q = torch.randn(seqs, case.q_heads, 1, case.head_dim, **options)
-        calls = max(rotations, 8)
-
-        def chain(kv: Any = kv, q: Any = q, calls: int = calls) -> Any:
-            for i in range(calls):
-                k, v = kv[i % len(kv)]
-                q = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-            return q
-
-        seconds = torch_seconds(torch, chain) / calls
-        record(
-            "sdpa_decode", case.name, args.out, median_us=round(seconds * 1e6, 3),
-            kv_bytes=case.kv_bytes, tb_per_s=round(case.kv_bytes / seconds / 1e12, 4),
-            copy_tb_per_s=round(2 * x.nbytes / torch_seconds(torch, lambda: y.copy_(x)) / 1e12, 3),
-        )  # fmt: skip
-
-
-def torch_seconds(torch: Any, run: Callable[[], Any]) -> float:
-    """Median seconds of a function replayed as a CUDA graph."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(8):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(5):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3 / 5)
-    return statistics.median(times[1:])
-
-
 def selected_cases(args: argparse.Namespace) -> list[DecodeCase]:
     """The cases that the command line names."""
     heads = [tuple(map(int, h.split(":"))) for h in args.heads.split(",")]
@@ -311,115 +263,6 @@ def selected_cases(args: argparse.Namespace) -> list[DecodeCase]:
         cases = [twin for case in cases for twin in (case, ragged_case(case, seed=0))]
     skip = [tuple(map(int, s.split("x"))) for s in args.skip.split(",") if s]
     return [c for c in cases if (len(c.seq_lens), max(c.seq_lens)) not in skip]
-
-
-def check(args: argparse.Namespace) -> None:
-    """Compare the kernels with the float32 oracle, unused slots full of NaN, each run twice."""
-    failures = 0
-    jobs = list(itertools.product(args.backends.split(","), check_problems()))
-    with concurrent.futures.ThreadPoolExecutor(COMPILE_THREADS) as threads:
-        for (backend, problem), outcome in zip(
-            jobs, threads.map(lambda job: check_one(*job), jobs), strict=True
-        ):
-            failures += not outcome["ok"]
-            print(backend, problem["name"], outcome, flush=True)
-    print("CHECK", "PASS" if not failures else f"FAIL {failures}", flush=True)
-    if failures:
-        raise SystemExit(1)
-
-
-def check_problems() -> list[dict[str, Any]]:
-    """Shapes and options that together touch every branch of the kernels."""
-    lens = [0, 1, 15, 16, 17, 63, 64, 65, 500, 1024, 4000]
-    plain = {"lens": lens, "heads": (8, 4), "head_dim": 128, "block_size": 16, "kv": None}
-    changes: list[dict[str, Any]] = [
-        {},
-        {"heads": (8, 1), "block_size": 64},
-        {"heads": (2, 7), "block_size": 32, "head_dim": 64},
-        {"heads": (3, 3), "head_dim": 64},
-        {"heads": (2, 16), "head_dim": 256, "block_size": 128},
-        {"heads": (1, 32), "window": 100},
-        {"heads": (4, 2), "soft_cap": 2.0, "window": 1000},
-        {"sinks": True, "block_size": 32},
-        {"lens": [70_000, 3]},
-        {"heads": (4, 4), "head_dim": 80},
-        {"heads": (4, 8), "kv": "float8_e4m3fn"},
-        {"heads": (4, 1), "kv": "int8", "head_dim": 64},
-    ]
-    problems = [plain | change for change in changes]
-    return [
-        problem | {"name": str(change)} for problem, change in zip(problems, changes, strict=True)
-    ]
-
-
-def check_one(backend: str, problem: dict[str, Any]) -> dict[str, Any]:
-    rng = np.random.default_rng(hash(problem["name"]) % 2**32)
-    lens = np.asarray(problem["lens"], np.int32)
-    (kv_heads, group), size, dim = problem["heads"], problem["block_size"], problem["head_dim"]
-    columns = -(-int(lens.max()) // size)
-    used = -(-lens // size)
-    blocks = 2 + int(used.sum())
-    tables = np.full((len(lens), columns), blocks - 1, np.int32)
-    order = 1 + rng.permutation(blocks - 2)
-    owned = np.zeros((blocks, size), bool)
-    for s, length in enumerate(lens):
-        mine, order = order[: used[s]], order[used[s] :]
-        tables[s, : used[s]] = mine
-        owned[mine] = True
-        if length % size:
-            owned[mine[-1], length % size :] = False
-    kv = rng.standard_normal((blocks, 2, kv_heads, size, dim), np.float32)
-    pool_dtype = jnp.dtype(problem["kv"] or "bfloat16")
-    garbage = 127.0 if pool_dtype == jnp.int8 else np.nan
-    kv = np.where(owned[:, None, None, :, None], kv * (30 if garbage == 127.0 else 1), garbage)
-    pool = jnp.asarray(kv).astype(pool_dtype)
-    scales = None
-    if problem["kv"]:
-        scales = jnp.asarray(
-            rng.uniform(0.5, 1.5, (2, kv_heads)) / (30 if garbage == 127.0 else 1), jnp.float32
-        )
-    q = jnp.asarray(rng.standard_normal((len(lens), kv_heads * group, dim)), jnp.bfloat16)
-    sinks = rng.standard_normal(q.shape[1])
-    options = OPTIONS | {
-        "scale": dim**-0.5, "kv_scales": scales, "return_lse": True,
-        "window": problem.get("window"), "soft_cap": problem.get("soft_cap"),
-        "sinks": jnp.asarray(sinks, jnp.float32) if problem.get("sinks") else None,
-    }  # fmt: skip
-    args = (pool, jnp.asarray(tables), jnp.asarray(lens))
-    named = options | {"implementation": backend}
-    run = jax.jit(lambda *a: pallas_kernels.paged_decode_attention(*a, **named))
-    try:
-        out, lse = run(q, *args)
-    except NotImplementedError as error:
-        return {"ok": True, "declined": str(error)[:80]}
-    again, lse_again = run(q, *args)
-    wanted, wanted_lse = jax.device_get(oracle(q, args, options))
-    out, again = (np.asarray(x, np.float64) for x in (out, again))
-    error = np.abs(out - wanted)
-    relative = float(np.linalg.norm(out - wanted) / np.linalg.norm(wanted))
-    lse_error = float(
-        np.nanmax(np.abs(np.where(lens[:, None] > 0, np.asarray(lse) - wanted_lse, 0.0)))
-    )
-    same = bool((out == again).all() and (np.asarray(lse) == np.asarray(lse_again)).all())
-    ok = bool(error.max() <= 2e-2 and relative <= 5e-3 and lse_error <= 5e-3 and same)
-    return {
-        "ok": ok, "max": round(float(error.max()), 5), "relative": round(relative, 5),
-        "lse": round(lse_error, 6), "twice_equal": same,
-    }  # fmt: skip
-
-
-def oracle(q: jax.Array, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """The float32 reference, one sequence at a time to bound its memory."""
-    pool, tables, lens = args
-    size = pool.shape[3]
-    fn = jax.jit(lambda *a: reference.paged_decode_attention(*a, **options))
-    outs = []
-    for s, length in enumerate(np.asarray(lens)):
-        columns = 1 << max(0, -(-int(length) // size) - 1).bit_length()
-        table = tables[s : s + 1, : min(columns, tables.shape[1])]
-        wide = q[s : s + 1].astype(jnp.float32)
-        outs.append(fn(wide, pool, table, lens[s : s + 1]))
-    return tuple(jnp.concatenate(x) for x in zip(*outs, strict=True))
 
 
 def main() -> None:
@@ -439,7 +282,13 @@ def main() -> None:
     parser.add_argument("--best", action="store_true", help="list only the best of each backend")
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file as well")
     args = parser.parse_args()
-    {"check": check, "decode": bench_decode, "torch": bench_torch}[args.what](args)
+    if args.what == "check":
+        raise SystemExit(not check(args.backends.split(",")))
+    if args.what == "torch":
+        for case in selected_cases(args):
+            time_sdpa(case, L2_BYTES, args.out)
+    else:
+        bench_decode(args)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import jax
 
 Backend = Literal["mosaic", "triton"]
+SMEM_BYTES = 227 << 10  # of one thread block on Hopper
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,19 +63,40 @@ def decode_config(
     best = nearest_case(decode_table(device_kind()), case, q.shape[0], backend)
     if best is not None:
         return DecodeConfig(**best["config"])
-    return default_decode_config(backend, q.shape[2], kv_pool.dtype.itemsize, core_count())
+    group = q.shape[1] // kv_pool.shape[2]
+    return default_decode_config(backend, group, q.shape[2], kv_pool.dtype.itemsize, core_count())
 
 
 def default_decode_config(
-    backend: Backend, head_dim: int, kv_itemsize: int, cores: int
+    backend: Backend, group: int, head_dim: int, kv_itemsize: int, cores: int
 ) -> DecodeConfig:
-    """Configuration for a shape outside the table: as many bytes in flight as fit."""
+    """Configuration for a shape outside the table: as many bytes in flight as fit.
+
+    Args:
+        backend: kernel that it is for.
+        group: query heads per key/value head.
+        head_dim: width of a head.
+        kv_itemsize: bytes of a number in the pool.
+        cores: multiprocessors of the device.
+    """
     if backend == "triton":
         tile = 32 if head_dim * kv_itemsize > 256 else 64
-        return DecodeConfig(tile=tile, stages=3, workers=3 * cores)
-    # Two thread blocks share a multiprocessor's 227 KiB; 8 KiB each go to the small buffers.
-    tile_bytes = 2 * 64 * head_dim * kv_itemsize
-    return DecodeConfig(tile=64, stages=max(2, (104 << 10) // tile_bytes), workers=2 * cores)
+        return DecodeConfig(tile=tile, stages=3, workers=2 * cores)
+    for tile in (128, 64):
+        stages = (SMEM_BYTES - mosaic_fixed_bytes(group, head_dim, kv_itemsize, tile)) // (
+            2 * tile * head_dim * kv_itemsize
+        )
+        if stages >= 3:
+            break
+    return DecodeConfig(tile=tile, stages=max(2, min(stages, 8)), workers=cores)
+
+
+def mosaic_fixed_bytes(group: int, head_dim: int, kv_itemsize: int, tile: int) -> int:
+    """Shared memory of a thread block of the Mosaic kernel besides its stages, at most."""
+    rows = 8 * -(-(group + 7) // 8)
+    queries_and_outputs = rows * (8 * head_dim + 2 * tile + 4)
+    converted = 2 * tile * head_dim * 2 if kv_itemsize == 1 else 2 * 8 * head_dim * 2
+    return queries_and_outputs + converted + (5 << 10)  # reductions, barriers, alignment
 
 
 def fastest_decode_backend(q: jax.Array, kv_pool: jax.Array) -> Backend:

@@ -1,5 +1,6 @@
 """The division of decode work among thread blocks."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -67,3 +68,19 @@ def test_a_million_tokens_in_many_sequences_do_not_overflow():
     plan = plan_decode(lens, tile=16, parts=264)
     assert plan[:, Column.TILES].sum() == 256 * 62_500
     assert (plan >= 0).all()
+
+
+def test_layers_that_plan_alike_plan_once():
+    """XLA merges equal plans of one program, so no layer needs to be handed a plan."""
+
+    def layers(lens, count):
+        return sum(
+            jnp.sum(plan_decode(lens, tile=64, parts=33)) * (layer + 1) for layer in range(count)
+        )
+
+    lens = jax.ShapeDtypeStruct((32,), jnp.int32)
+    sizes = [
+        jax.jit(layers, static_argnums=1).lower(lens, count).compile().as_text().count("fusion(")
+        for count in (1, 8)
+    ]
+    assert sizes[1] <= sizes[0] + 2

@@ -3,8 +3,11 @@
 import pytest
 
 from pallas_kernels.tuning import (
+    SMEM_BYTES,
     DecodeConfig,
+    decode_table,
     default_decode_config,
+    mosaic_fixed_bytes,
     nearest_case,
     table_name,
 )
@@ -26,11 +29,26 @@ def test_an_impossible_configuration_is_refused(changes, message):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("group", [1, 7, 16, 32])
 @pytest.mark.parametrize("itemsize", [1, 2])
 @pytest.mark.parametrize("backend", ["mosaic", "triton"])
-def test_default_stages_fit_into_shared_memory(backend, itemsize, head_dim):
-    config = default_decode_config(backend, head_dim, itemsize, 132)
-    assert config.stages * 2 * config.tile * head_dim * itemsize <= 227 << 10
+def test_default_stages_fit_into_shared_memory(backend, itemsize, group, head_dim):
+    config = default_decode_config(backend, group, head_dim, itemsize, 132)
+    fixed = mosaic_fixed_bytes(group, head_dim, itemsize, config.tile) if backend == "mosaic" else 0
+    assert config.stages * 2 * config.tile * head_dim * itemsize + fixed <= SMEM_BYTES
+    assert config.stages >= 2
+
+
+def test_the_measured_table_of_the_h200_is_well_formed():
+    table = decode_table("NVIDIA H200")
+    assert table
+    shapes = {}
+    for entry in table:
+        config = DecodeConfig(**entry["config"])
+        assert config.workers >= 132
+        shape = tuple(entry[k] for k in ("q_heads", "kv_heads", "head_dim", "kv_dtype", "seqs"))
+        shapes.setdefault(shape, []).append(entry["fastest"])
+    assert all(sorted(fastest) == [False, True] for fastest in shapes.values())
 
 
 def test_the_table_answers_with_the_nearest_batch_of_the_same_heads():
