@@ -117,7 +117,8 @@ def _noise(how: SamplingArrays, vocab: int) -> Float[Array, "rows vocab"]:
     """
 
     def one(seed: jax.Array, sample_index: jax.Array, position: jax.Array) -> jax.Array:
-        key = jax.random.key(jax.lax.bitcast_convert_type(seed, jnp.uint32))
+        # By name: the draws of JAX's other generators depend on the rows beside them under vmap.
+        key = jax.random.key(jax.lax.bitcast_convert_type(seed, jnp.uint32), impl="threefry2x32")
         key = jax.random.fold_in(jax.random.fold_in(key, sample_index), position)
         return jax.random.gumbel(key, (vocab,), jnp.float32)
 

@@ -9,6 +9,7 @@ from pagedjax.engine.step_inputs import MAX_BANNED_IDS
 from pagedjax.sampling_params import SamplingParams
 
 NO_ID = np.iinfo(np.int32).max  # beyond every vocabulary, so that banning it does nothing
+MIN_TOP_P = np.finfo(np.float32).tiny  # anything smaller may round to 0, which keeps no token
 
 RECORD = np.dtype(
     [
@@ -61,8 +62,9 @@ class SamplingRecords:
         record = self._table[row]
         greedy = params.temperature < MIN_TEMPERATURE or params.top_k == 1
         record["temperature"] = 0.0 if greedy else params.temperature
-        record["top_k"] = max(params.top_k, 0) % 2**31
-        record["top_p"], record["min_p"] = params.top_p, params.min_p
+        record["top_k"] = min(max(params.top_k, 0), np.iinfo(np.int32).max)
+        record["top_p"] = max(params.top_p, MIN_TOP_P)
+        record["min_p"] = params.min_p
         record["seed"], record["sample_index"] = seed, sample_index
         record["prompt_len"], record["min_tokens"] = prompt_len, params.min_tokens
         record["reports"] = params.logprobs is not None
