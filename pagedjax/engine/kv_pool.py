@@ -49,9 +49,9 @@ class KVSpec:
         per_layer = 2 * self.kv_heads * self.block_size * self.head_dim
         return self.layers * per_layer * self.dtype.itemsize
 
-    def create(self) -> KVPool:
-        """Zeroed arrays on the default device."""
-        return [jnp.zeros(self.layer_shape, self.dtype) for _ in range(self.layers)]
+    def create(self, device: Any) -> KVPool:
+        """Zeroed arrays on `device`, a `jax.Device`."""
+        return [jnp.zeros(self.layer_shape, self.dtype, device=device) for _ in range(self.layers)]
 
 
 def kv_spec(arch: ArchConfig, config: EngineConfig, *, num_blocks: int, dtype: np.dtype) -> KVSpec:

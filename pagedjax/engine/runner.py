@@ -42,7 +42,7 @@ class ModelRunner:
 
     Args:
         arch: the model.
-        params: its parameters, on the device.
+        params: its parameters; the device they are on runs everything.
         spec: shape of the KV pool, which is created here.
         config: resolved options.
         max_blocks_per_seq: columns of a block table.
@@ -72,12 +72,14 @@ class ModelRunner:
         self._spec = spec
         self._config = config
         self._max_blocks = max_blocks_per_seq
-        self._pool: KVPool = spec.create()
-        self._drawn = jnp.zeros((config.max_num_seqs,), jnp.int32)
+        device = next(iter(self._params["embed.table"].devices()))
+        self._platform: str = device.platform
+        self._pool: KVPool = spec.create(device)
+        self._drawn = jnp.zeros((config.max_num_seqs,), jnp.int32, device=device)
         self._steps: dict[StepKey, Any] = {}
         self._warm = False
         # On a CPU a step decides for itself what it can leave out (`sampler.sample`).
-        self._variants = (False,) if jax.default_backend() == "cpu" else (True, False)
+        self._variants = (False,) if self._platform == "cpu" else (True, False)
 
     def layout(self, bucket: Bucket) -> StepLayout:
         """How a bucket's inputs are packed."""
@@ -87,13 +89,10 @@ class ModelRunner:
         """Launch the following steps with other arrays.
 
         Raises:
-            ValueError: a name, shape or dtype differs from the present ones.
+            ValueError: a name, shape, dtype or device differs from the present ones.
         """
         for name in self._params.keys() | params.keys():
-            old, new = (
-                (p[name].shape, str(p[name].dtype)) if name in p else None
-                for p in (self._params, params)
-            )
+            old, new = (_described(p.get(name)) for p in (self._params, params))
             if old != new:
                 raise ValueError(f"{name}: got {new}, wanted {old}")
         self._params = dict(params)
@@ -116,7 +115,7 @@ class ModelRunner:
         self._warm = True
 
     def compile(self, key: StepKey) -> Any:
-        """Compile one step for the shapes and shardings at hand; the pool is donated."""
+        """Compile one step for the shapes at hand and their device; the pool is donated."""
         layout = self.layout(key.bucket)
 
         def step(params: Params, pool: KVPool, drawn: jax.Array, packed: jax.Array):
@@ -132,13 +131,17 @@ class ModelRunner:
                 implementation=self._config.implementation,  # type: ignore[arg-type]
             )
 
-        abstract = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
-        pool = [jax.ShapeDtypeStruct(self._spec.layer_shape, self._spec.dtype)] * self._spec.layers
-        packed = jax.ShapeDtypeStruct((layout.size,), np.int32)
+        where = self._drawn.sharding
+        abstract = functools.partial(jax.ShapeDtypeStruct, sharding=where)
+        pool = [abstract(self._spec.layer_shape, self._spec.dtype)] * self._spec.layers
+        params = {name: abstract(x.shape, x.dtype) for name, x in self._params.items()}
         traced = jax.jit(step, donate_argnums=(1,)).lower(
-            abstract(self._params), pool, abstract(self._drawn), packed
+            params,
+            pool,
+            abstract(self._drawn.shape, self._drawn.dtype),
+            abstract((layout.size,), np.int32),
         )
-        return traced.compile(_COMPILER_OPTIONS.get(jax.default_backend()))
+        return traced.compile(_COMPILER_OPTIONS.get(self._platform))
 
     def launch(self, bucket: Bucket, packed: np.ndarray, *, greedy: bool) -> SampleOutputs:
         """Start a step on the device and return at once.
@@ -163,3 +166,11 @@ class ModelRunner:
         for array in jax.tree.leaves(outputs):
             array.copy_to_host_async()
         return outputs
+
+
+def _described(array: Any) -> tuple[Any, ...] | None:
+    """What a compiled step demands of a parameter; None for one that is not there."""
+    if array is None:
+        return None
+    devices = sorted(map(str, array.devices())) if isinstance(array, jax.Array) else "not on one"
+    return array.shape, str(array.dtype), devices
