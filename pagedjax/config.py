@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +30,10 @@ class EngineConfig:
             more waste in each sequence's last block.
         num_blocks: blocks of the KV pool, the null block included. None sizes the pool by
             `memory_fraction`.
-        memory_fraction: share of the device's memory that weights and KV pool together may take;
-            of a CPU's memory, the share that the KV pool may take. None is 0.9 of a GPU and 0.1 of
-            a CPU's memory.
+        memory_fraction: share of the GPU memory that JAX may use (by default three quarters of
+            it, see XLA_PYTHON_CLIENT_MEM_FRACTION) for weights, KV pool and a step's activations;
+            of a CPU's memory, the share that the KV pool may take. None is 0.9 on a GPU and 0.1
+            on a CPU.
         max_model_len: longest sequence in tokens, prompt and output together. None is what the
             checkpoint states; the pool's capacity limits it further.
         max_num_seqs: sequences in one step, and rows sampled in it. None: 256 on a GPU, 32 on a
@@ -77,6 +79,7 @@ class EngineConfig:
         if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction must be in (0, 1], got {self.memory_fraction}")
         least = {
+            "block_size": 1,
             "num_blocks": 2,  # the null block and one that holds data
             "max_model_len": 2,
             "max_num_seqs": 1,
@@ -87,8 +90,9 @@ class EngineConfig:
         }
         for name, floor in least.items():
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or value < floor):
-                raise ValueError(f"{name} must be at least {floor}, got {value!r}")
+            is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+            if value is not None and (not is_integer or value < floor):
+                raise ValueError(f"{name} must be an integer, at least {floor}; got {value!r}")
 
     def resolved(self, *, platform: str, max_positions: int) -> EngineConfig:
         """Every choice left open made, for a device platform and a checkpoint's context length.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pagedjax.tokenizer import Message, Tokenizer
 
 if TYPE_CHECKING:
     from pagedjax.engine.engine import Engine
+    from pagedjax.loading import LoadedModel
 
 Prompt = str | Sequence[int]
 
@@ -37,7 +39,7 @@ def start_engine(model: str | Path, *, progress: bool, **options: Any) -> Engine
     from pagedjax.loading import load_model
 
     config = EngineConfig(**options)
-    loaded = load_model(model, dtype=weights_dtype(config.dtype))
+    loaded = of_one_dtype(load_model(model, dtype=weights_dtype(config.dtype)))
     tokenizer = None if loaded.tokenizer_dir is None else Tokenizer(loaded.tokenizer_dir)
     with tqdm(desc="compiling", unit="step", disable=not progress, leave=False) as bar:
         return Engine(loaded, tokenizer, config, partial(_show, bar))
@@ -53,6 +55,16 @@ def weights_dtype(dtype: str) -> str | None:
     if dtype != "auto":
         return dtype
     return "float32" if jax.default_backend() == "cpu" else None
+
+
+def of_one_dtype(model: LoadedModel) -> LoadedModel:
+    """`model` with all parameters in the dtype of its embedding, since a step computes in one.
+
+    Checkpoints, GGUF files above all, often keep norms in float32 beside narrower matrices.
+    """
+    dtype = model.params["embed.table"].dtype
+    params = {name: array.astype(dtype) for name, array in model.params.items()}
+    return dataclasses.replace(model, params=params)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +94,8 @@ class Frontend:
                 raise ValueError("this checkpoint has no tokenizer; give the prompt as token ids")
             return prompt, self.tokenizer.encode(prompt)
         items = _as_list(prompt)
-        if not isinstance(items, Sequence) or not all(map(_is_token_id, items)):
+        is_list = isinstance(items, Sequence) and not isinstance(items, bytes)
+        if not is_list or not all(map(_is_token_id, items)):
             raise ValueError(f"a prompt is text or a list of token ids, got {_brief(prompt)}")
         return None, [int(item) for item in items]
 

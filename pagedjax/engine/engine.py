@@ -117,7 +117,7 @@ class Engine:
         """Queue a request; `step` brings its outputs.
 
         Args:
-            request_id: the caller's name for it, unique among live requests.
+            request_id: the caller's name for it, free again once its last output has come.
             prompt: its text, only to be repeated in the outputs.
             prompt_token_ids: what the model reads.
             params: how to sample and when to stop.
@@ -125,8 +125,7 @@ class Engine:
         Raises:
             ValueError: the request can not be served; nothing has been queued.
         """
-        self._check(request_id, prompt_token_ids, params)
-        token_ids = tuple(prompt_token_ids)
+        token_ids = self._checked(request_id, prompt_token_ids, params)
         live = LiveRequest(
             request_id=request_id,
             prompt=prompt,
@@ -207,7 +206,7 @@ class Engine:
             params: as `LoadedModel.params`: the same names, shapes and dtypes, on the same device.
 
         Raises:
-            ValueError: a name, shape or dtype differs; nothing has changed.
+            ValueError: a name, shape, dtype or device differs; nothing has changed.
         """
         self._runner.swap_params(params)
         self._scheduler.reset_prefix_cache()
@@ -228,18 +227,23 @@ class Engine:
             compiles_after_warmup=self._runner.compiles_after_warmup,
         )
 
-    def _check(
+    def _checked(
         self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
-    ) -> None:
-        if request_id in self._live:
+    ) -> tuple[int, ...]:
+        """The prompt as plain integers, if the request can be served as far as is seen here."""
+        if request_id in self._live or request_id in self._news:
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request")
-        if not len(prompt_token_ids):
+        ids = np.asarray(prompt_token_ids)
+        if ids.ndim != 1:
+            raise ValueError(f"a prompt is a flat list of token ids, got shape {ids.shape}")
+        if not ids.size:
             raise ValueError("the prompt is empty; at least one token is needed")
-        low, high = min(prompt_token_ids), max(prompt_token_ids)
+        wanted = f"token ids must be integers in 0 .. {self.arch.vocab - 1}"
+        if ids.dtype.kind not in "iu":  # an id beyond 64 bits makes an array of objects
+            raise ValueError(f"{wanted}, got {ids.dtype}")
+        low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.arch.vocab:
-            raise ValueError(
-                f"token ids must be in 0 .. {self.arch.vocab - 1}, got {low if low < 0 else high}"
-            )
+            raise ValueError(f"{wanted}, got {low if low < 0 else high}")
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(params, name)
             if wanted is not None and wanted > self.config.max_logprobs:
@@ -251,6 +255,7 @@ class Engine:
         outside = [i for i in params.stop_token_ids if i >= self.arch.vocab]
         if outside:
             raise ValueError(f"stop_token_ids must be below {self.arch.vocab}, got {outside}")
+        return tuple(ids.tolist())
 
     def _launch(self, plan: StepPlan) -> InFlight:
         now = time.monotonic()

@@ -1,0 +1,152 @@
+"""Values and moments at the edge of what an engine accepts: none may harm it or pass unnoticed."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pagedjax.config import EngineConfig
+from pagedjax.frontend import of_one_dtype
+from pagedjax.sampling_params import SamplingParams
+from tests.support.tiny_engines import (
+    VOCAB,
+    drain,
+    plain_greedy,
+    random_prompts,
+    serve,
+    tiny_engine,
+    tiny_model,
+    tokens_of,
+)
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+
+
+def test_a_nucleus_too_small_for_float32_still_holds_the_likeliest_token():
+    """Rounded to 0 it would hold no token, and every draw would be id 0."""
+    (prompt,) = random_prompts([9], seed=1)
+    engine, want = tiny_engine(), [plain_greedy(tiny_model(), prompt, 6)]
+    for top_p in (1e-30, 1e-38, 1e-40, 1e-46, 5e-324):
+        params = SamplingParams(temperature=1.0, seed=1, top_p=top_p, max_tokens=6)
+        assert tokens_of(serve(engine, [prompt], params)) == want, top_p
+
+
+def test_a_top_k_beyond_int32_keeps_all():
+    """SA07: it must not wrap around to a small number."""
+    prompts = random_prompts([9, 4], seed=1)
+    free = SamplingParams(temperature=1.5, seed=1, max_tokens=12, ignore_eos=True)
+    engine = tiny_engine()
+    want = tokens_of(serve(engine, prompts, free))
+    for top_k in (VOCAB, 2**31 - 1, 2**31, 2**31 + 1, 2**32 + 2, 10**30):
+        limited = dataclasses.replace(free, top_k=top_k)
+        assert tokens_of(serve(engine, prompts, limited)) == want, top_k
+
+
+def test_draws_do_not_depend_on_neighbours_whatever_jaxs_default_generator_is():
+    """SA14: under vmap, the draws of `rbg` depend on the whole batch."""
+    prompts = random_prompts([9, 11, 20], seed=2)
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=6)
+    want = tokens_of(serve(tiny_engine(), prompts, params))
+    with jax.default_prng_impl("rbg"):
+        assert tokens_of(serve(tiny_engine(), prompts, params)) == want
+        assert tokens_of(serve(tiny_engine(), prompts[1:2], params)) == want[1:2]
+
+
+def test_an_id_is_in_use_until_its_last_output_has_come():
+    """Else the output of the aborted request would be lost, or taken for the next one's."""
+    engine = tiny_engine()
+    engine.add_request("a", None, [1, 2, 3], GREEDY)
+    engine.step()
+    engine.abort("a")
+    with pytest.raises(ValueError, match="'a' is in use"):
+        engine.add_request("a", None, [4], GREEDY)
+    (last,) = engine.step()
+    assert (last.request_id, last.outputs[0].finish_reason) == ("a", "abort")
+    engine.add_request("a", None, [4], GREEDY)
+    assert drain(engine)["a"].prompt_token_ids == (4,)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([3.0], "integers in 0 .. 127, got float64"),
+        (np.array([1.5]), "got float64"),
+        ([True, False], "got bool"),
+        ([2**40], f"got {2**40}"),
+        ([2**63], f"got {2**63}"),
+        ([2**70], "got object"),
+        ([-(2**70)], "got object"),
+        ("abc", "flat list"),
+        (None, "flat list"),
+        (np.array([[1, 2]]), r"flat list of token ids, got shape \(1, 2\)"),
+        (np.array([], np.int32), "empty"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_and_the_mate_goes_on(prompt, message):
+    """SC20: with a ValueError, since any other exception would stop an engine's thread."""
+    engine = tiny_engine()
+    engine.add_request("mate", None, [1, 2, 3], GREEDY)
+    engine.step()
+    with pytest.raises(ValueError, match=message):
+        engine.add_request("bad", None, prompt, GREEDY)
+    assert drain(engine)["mate"].num_generated_tokens == 6
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint8, np.int32])
+def test_a_prompt_may_be_an_array_and_comes_back_as_plain_integers(dtype):
+    prompt = np.array([5, 100, 7], dtype)
+    output = serve(tiny_engine(), [prompt], GREEDY)[0]
+    assert output.prompt_token_ids == (5, 100, 7)
+    assert {type(token) for token in output.prompt_token_ids} == {int}
+
+
+@pytest.mark.parametrize("value", [8.0, 8.5, "8", True])
+@pytest.mark.parametrize(
+    "option",
+    ["num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "bucket_growth"],
+)
+def test_sizes_are_integers(option, value):
+    """OF17: refused by name, not by a TypeError from somewhere inside."""
+    with pytest.raises(ValueError, match=option):
+        EngineConfig(**{option: value})
+    with pytest.raises(ValueError, match="block_size"):
+        EngineConfig(block_size=16.0)
+
+
+def on_device(model, device):
+    return dataclasses.replace(model, params=jax.device_put(model.params, device))
+
+
+def test_everything_runs_on_the_device_that_holds_the_parameters():
+    prompts = random_prompts([9, 20], seed=3)
+    second = jax.devices()[1]
+    engine = tiny_engine(on_device(tiny_model(), second))
+    want = [plain_greedy(tiny_model(), prompt, 6) for prompt in prompts]
+    assert tokens_of(serve(engine, prompts, GREEDY)) == want
+    assert {device for array in engine._runner._pool for device in array.devices()} == {second}
+
+
+@pytest.mark.parametrize("place", [lambda x: jax.device_put(x, jax.devices()[1]), np.asarray])
+def test_parameters_in_another_place_are_refused_and_the_engine_goes_on(place):
+    """Otherwise the next step would fail, and take every request with it."""
+    engine = tiny_engine()
+    engine.add_request("a", None, [1, 2, 3], GREEDY)
+    engine.step()
+    with pytest.raises(ValueError, match="wanted .*0"):
+        engine.swap_params({name: place(x) for name, x in tiny_model().params.items()})
+    assert drain(engine)["a"].outputs[0].token_ids == plain_greedy(tiny_model(), [1, 2, 3], 6)
+
+
+def test_a_checkpoint_of_several_dtypes_is_served_in_that_of_its_embedding():
+    """Norms in float32 beside bfloat16 matrices, as GGUF files have them."""
+    model = tiny_model()
+    params = {
+        name: x if name.endswith("scale") else x.astype(jnp.bfloat16)
+        for name, x in model.params.items()
+    }
+    model = of_one_dtype(dataclasses.replace(model, params=params))
+    assert {x.dtype for x in model.params.values()} == {jnp.dtype(jnp.bfloat16)}
+    output = serve(tiny_engine(model), [[1, 2, 3]], GREEDY)[0]
+    assert output.num_generated_tokens == 6
