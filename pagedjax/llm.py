@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import signal
+import threading
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -168,12 +171,13 @@ class LLM:
         """Run one step and hand its deltas to the iterators that wait for them.
 
         Several may be open at once. Deltas without an iterator are the last words of requests
-        whose iterator was closed early.
+        whose iterator was closed early. Ctrl-C ends the iterator that called, not the engine.
         """
         assert self.engine.has_unfinished(), "the engine lost a request"
-        for delta in self.engine.step():
-            if delta.request_id in self._inboxes:
-                self._inboxes[delta.request_id].append(delta)
+        with _interrupt_held_back():
+            for delta in self.engine.step():
+                if delta.request_id in self._inboxes:
+                    self._inboxes[delta.request_id].append(delta)
 
     def _collect(
         self, requests: list[tuple[Any, Any, SamplingParams]], progress: bool
@@ -191,6 +195,27 @@ class LLM:
                     bar.set_postfix_str(f"{rate:.1f} tokens/s", refresh=False)
                     bar.update()
         return [RequestOutput.joined(deltas) for deltas in parts]
+
+
+@contextlib.contextmanager
+def _interrupt_held_back() -> Iterator[None]:
+    """Let a Ctrl-C wait for the end of the block: a step that is broken off loses its tokens.
+
+    Does nothing where Ctrl-C is not turned into `KeyboardInterrupt` here: outside the main thread,
+    or under another handler.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    pressed: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 def _refused(request_id: str, prompt: object, params: SamplingParams, error: str) -> RequestOutput:

@@ -98,7 +98,7 @@ class Tokenizer:
             return self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError) as error:  # "a" + 5 in a template: TypeError
             raise ValueError(f"the chat template refuses this conversation: {error}") from error
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
