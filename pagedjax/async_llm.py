@@ -243,7 +243,9 @@ class AsyncLLM:
     def _deliver(self, deltas: list[RequestOutput]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, _Item]]] = defaultdict(list)
         for delta in deltas:
-            stream = self._streams[delta.request_id]
+            stream = self._streams.get(delta.request_id)
+            if stream not in self._running:
+                continue  # the last words of a request from before this object had the engine
             by_loop[stream.loop].append((stream, delta))
             if delta.finished:
                 self._running.discard(stream)
@@ -270,6 +272,8 @@ class AsyncLLM:
                 future.set_exception(_again(error))
         for stream in streams:
             _post(stream.loop, [(stream, _again(error))])
+        if failure is None and self._engine.has_unfinished():
+            self._engine.step()  # brings the last words of what was aborted: the engine is idle
 
 
 def _again(error: EngineStopped) -> EngineStopped:

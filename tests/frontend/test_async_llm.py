@@ -211,6 +211,26 @@ def test_closing_ends_waiting_streams(engine):
     assert len(engine.aborted) == 1
 
 
+def test_what_an_engine_still_has_to_say_of_earlier_requests_harms_nobody(engine):
+    engine.add_request("left over", None, [97], LONG)
+    engine.abort("left over")
+    llm = AsyncLLM.from_engine(engine)
+    assert asyncio.run(text_of(llm.generate("abc", short(3)))) == "abc"
+    llm.close()
+
+
+def test_closing_leaves_an_engine_that_can_be_used_again(engine):
+    async def main():
+        async with AsyncLLM.from_engine(engine) as llm:
+            stream = llm.generate("ab", LONG, request_id="same")
+            await anext(stream)
+        assert not engine.has_unfinished()
+        async with AsyncLLM.from_engine(engine) as llm:
+            assert await text_of(llm.generate("xyz", short(3), request_id="same")) == "xyz"
+
+    asyncio.run(main())
+
+
 def test_an_idle_engine_thread_sleeps(llm, engine):
     async def main():
         await text_of(llm.generate("abc", short(3)))
