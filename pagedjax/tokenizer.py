@@ -227,6 +227,8 @@ class TextStream:
         text = self._decode(self._window)
         certain = text.rstrip(_REPLACEMENT)
         new = certain[self._sent :]
+        if not new and self._is_left_out(token):  # else a long run of them would be decoded anew
+            self._window.pop()
         if new and len(certain) == len(text):  # a complete piece: the next window starts here
             self._window = self._window[self._context :]
             self._context = len(self._window)
@@ -234,6 +236,12 @@ class TextStream:
         else:
             self._sent = max(self._sent, len(certain))
         return new
+
+    def _is_left_out(self, token: int) -> bool:
+        """Whether it is a control token, which decoding drops before it looks at the others."""
+        if not self._skip_special or self._decode([token]):
+            return False
+        return bool(self._tokenizer.decode([token], skip_special_tokens=False))
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special)

@@ -40,6 +40,21 @@ def test_control_tokens_in_between_do_not_swallow_a_space(tokenizer):
     assert streamed == tokenizer.decode(tokens)
 
 
+def test_a_run_of_control_tokens_costs_no_more_per_token_than_text(tokenizer, monkeypatch):
+    """As models write them under `ignore_eos`: decoding the whole run anew would be quadratic."""
+    run = [*tokenizer.encode("to be"), *[tokenizer.eos_id] * 300, *tokenizer.encode("or not")]
+    wanted, decode, decoded = tokenizer.decode(run), tokenizer.decode, []
+
+    def counted(token_ids, *, skip_special_tokens=True):
+        decoded.append(len(token_ids))
+        return decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    stream = TextStream(tokenizer)
+    assert "".join(stream.push([token])[0] for token in run) == wanted
+    assert max(decoded) < 10
+
+
 def test_control_tokens_are_kept_on_request(tokenizer):
     tokens = tokenizer.encode("to be")
     assert tokenizer.decode(tokens, skip_special_tokens=False).startswith("<s>")
