@@ -13,7 +13,7 @@ comma := ,
 empty :=
 extras = $(if $(strip $(1)),[$(subst $(empty) ,$(comma),$(strip $(1)))])
 # One stamp per set of extras: nothing is installed again until pyproject.toml changes.
-RUN_STAMP := $(VENV)/.installed$(if $(EXTRAS),-$(EXTRAS))
+RUN_STAMP := $(VENV)/.installed$(subst $(empty) ,,$(patsubst %,-%,$(EXTRAS)))
 TEST_STAMP := $(RUN_STAMP)-test
 KERNEL_STAMP := $(RUN_STAMP)-test-kernels
 

@@ -63,6 +63,22 @@ def test_every_command_line_in_the_readme_is_understood():
             assert option in shown
 
 
+@pytest.mark.parametrize("target", ["demo", "test"])
+@pytest.mark.parametrize("extras", ["", "cuda", "cuda bench"])
+def test_make_installs_the_extras_once_and_leaves_a_stamp_of_its_own(target, extras):
+    command = ["make", "--dry-run", "--always-make", target, f"EXTRAS={extras}", "PYTHON=true"]
+    # Without what a surrounding make hands down: its own variables and flags.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+    stamp = "-".join([".installed", *extras.split(), *(["test"] if target == "test" else [])])
+    assert re.findall(r"^touch (.*)$", done.stdout, re.MULTILINE) == [f".venv/{stamp}"]
+    wanted = ",".join([*extras.split(), *(["test"] if target == "test" else [])])
+    assert f'--editable ".{f"[{wanted}]" if wanted else ""}"' in done.stdout
+
+
 @pytest.mark.parametrize("target", ["demo", "test", "lint"])
 def test_the_makefile_has_the_targets(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
