@@ -95,6 +95,7 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._serial = self._steps = self._prompt_tokens = self._generated_tokens = 0
         self._blocks_peak = 0
+        self._in_step = False
         if config.warm_up:
             self._runner.warm_up(progress)
 
@@ -186,7 +187,14 @@ class Engine:
         self._note(live)
 
     def step(self) -> list[RequestOutput]:
-        """Launch the next step, read the one before; returns deltas of the requests with news."""
+        """Launch the next step, read the one before; returns deltas of the requests with news.
+
+        Raises:
+            RuntimeError: an earlier step failed or was interrupted; this engine cannot go on.
+        """
+        if self._in_step:
+            raise RuntimeError("an earlier step was broken off and its tokens are lost")
+        self._in_step = True
         plan = self._scheduler.schedule()
         previous, self._in_flight = self._in_flight, self._launch(plan) if plan else None
         if previous is not None:
@@ -194,6 +202,7 @@ class Engine:
         self._blocks_peak = max(self._blocks_peak, self._scheduler.num_used_blocks)
         deltas = [live.take_delta() for live in self._news.values()]
         self._news.clear()
+        self._in_step = False
         return [delta for delta in deltas if delta is not None]
 
     def swap_params(self, params: Params) -> None:

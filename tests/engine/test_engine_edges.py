@@ -150,3 +150,25 @@ def test_a_checkpoint_of_several_dtypes_is_served_in_that_of_its_embedding():
     assert {x.dtype for x in model.params.values()} == {jnp.dtype(jnp.bfloat16)}
     output = serve(tiny_engine(model), [[1, 2, 3]], GREEDY)[0]
     assert output.num_generated_tokens == 6
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_an_engine_whose_step_failed_says_so_from_then_on(monkeypatch, steps):
+    """Its books and the device's no longer agree: better no token than a wrong one."""
+    engine = tiny_engine()
+    engine.add_request("a", None, [1, 2, 3], GREEDY)
+    for _ in range(steps):
+        engine.step()
+
+    def fail(*args, **kwargs):
+        raise MemoryError("the device is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "launch", fail)
+        with pytest.raises(MemoryError, match="full"):
+            engine.step()
+    engine.abort("a")
+    engine.add_request("b", None, [1, 2, 3], GREEDY)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="earlier step was broken off"):
+            engine.step()
