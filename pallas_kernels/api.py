@@ -20,6 +20,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 
 from pallas_kernels import reference, xla
 from pallas_kernels.tuning import fastest_decode_backend
@@ -150,9 +151,9 @@ def paged_decode_attention(
     _check_attention(q, kv_pool, block_tables, seq_lens, "seqs", window, soft_cap, sinks, kv_scales)
     _check_shape("q", q, (seq_lens.shape[0], *q.shape[1:]), "[seqs, q_heads, head_dim]")
     _check_values(kv_pool, block_tables, seq_lens)
-    order = ATTENTION_IMPLEMENTATIONS
+    order: list[Implementation] = list(ATTENTION_IMPLEMENTATIONS)
     if fastest_decode_backend(q, kv_pool) == "triton":
-        order = ("triton", *(name for name in order if name != "triton"))
+        order.sort(key=lambda name: name != "triton")  # stable: Triton first, the others as before
     return _first_that_can(
         functools.partial(_lookup, "decode"), order, implementation,
         q, kv_pool, block_tables, seq_lens,
@@ -303,9 +304,8 @@ def _check_values(
 ) -> None:
     """Check what only the values can tell, when `jax_enable_checks` is on and they are known."""
     arrays = [x for x in (block_tables, seq_lens, query_start) if x is not None]
-    if not jax.config.jax_enable_checks or any(
-        isinstance(x, jax.core.Tracer) for x in arrays
-    ):
+    checks = jax.config.jax_enable_checks  # pyright: ignore[reportAttributeAccessIssue]
+    if not checks or any(isinstance(x, core.Tracer) for x in arrays):
         return
     blocks, block_size = kv_pool.shape[0], kv_pool.shape[3]
     tables, lens = np.asarray(block_tables), np.asarray(seq_lens)

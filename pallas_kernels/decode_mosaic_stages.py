@@ -19,6 +19,7 @@ LOG2_E = math.log2(math.e)
 LOWEST = -1e30
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # one number per query row, the columns of the products
 TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
+_load: Any = plgpu.load  # JAX 0.10 demands an index here, 0.11 frowns on one
 
 
 def columns_of(group: int) -> int:
@@ -225,7 +226,7 @@ def consume(problem: Problem, sources: Any, outputs: Any, smem: Any, barriers: A
         sink = None
         if sink_ref is not None:
             mine = sink_ref.at[pl.ds(lax.rem(first_row, problem.q_heads), columns)]
-            sink = plgpu.load(mine, layout=COLUMNS, optimized=False)
+            sink = _load(mine, layout=COLUMNS, optimized=False)
         _finish(
             problem, outputs, acc * v_scale, peak, jnp.sum(total, axis=0), sink,
             row=row, first_row=first_row, complete=count == tiles, begins=index == 0,
@@ -289,7 +290,7 @@ def _product(a: Any, b: Any, shape: tuple[int, int]) -> jax.Array:
         plgpu.wgmma(acc_ref, a, b)
         return acc_ref[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
 def _scaled(scores: jax.Array, problem: Problem, k_scale: Any) -> jax.Array:
@@ -305,7 +306,8 @@ def _convert(eight_bit: Any, wide: Any) -> None:
 
     In this layout a thread holds 8 neighbouring columns: it loads 8 bytes and stores 16.
     """
-    wide[...] = plgpu.load(eight_bit, layout=plgpu.Layout.WGMMA_UPCAST_4X).astype(wide.dtype)
+    layout: Any = plgpu.Layout.WGMMA_UPCAST_4X
+    wide[...] = _load(eight_bit, layout=layout).astype(wide.dtype)
 
 
 def _over_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

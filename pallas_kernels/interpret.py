@@ -31,6 +31,7 @@ def mosaic_interpreter() -> Any:
     """
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
-    if not hasattr(plgpu, "InterpretGPUParams"):
+    params = getattr(plgpu, "InterpretGPUParams", None)
+    if params is None:
         raise NotImplementedError(f"JAX {jax.__version__} cannot interpret Mosaic GPU kernels")
-    return plgpu.InterpretGPUParams()
+    return params()

@@ -55,7 +55,9 @@ def paged_decode_attention(
         config = decode_config("mosaic", q, kv_pool, block_tables)
     if plan is None:
         parts = config.parts(kv_heads)
-        plan = plan_decode(seq_lens, tile=config.tile, parts=parts, window=window)
+        planned = plan_decode(seq_lens, tile=config.tile, parts=parts, window=window)
+    else:
+        planned = plan
     problem = Problem(
         seqs=q.shape[0],
         q_heads=q.shape[1],
@@ -71,13 +73,13 @@ def paged_decode_attention(
         with_scales=kv_scales is not None,
         with_lse=return_lse,
     )
-    call = _build(problem, q.dtype, compute, kv_pool.dtype, plan.shape[0], interpret)
+    call = _build(problem, q.dtype, compute, kv_pool.dtype, planned.shape[0], interpret)
     out, lse, part, part_lse = call(
         _padded_rows(q.astype(compute), problem),
         kv_pool.reshape(-1, problem.head_dim),
         block_tables,
         seq_lens,
-        plan,
+        planned,
         *([] if sinks is None else [jnp.tile(sinks, 1 + -(-problem.columns // sinks.size))]),
         *([] if kv_scales is None else [kv_scales]),
     )
@@ -86,7 +88,7 @@ def paged_decode_attention(
         lse.reshape(q.shape[:2]),
         part,
         part_lse,
-        plan,
+        planned,
         sinks,
         interpret=interpret is not None,
     )
@@ -95,6 +97,8 @@ def paged_decode_attention(
 
 def _check_supported(q: jax.Array, kv_pool: jax.Array) -> None:
     head_dim, block_size = q.shape[2], kv_pool.shape[3]
+    if not hasattr(plgpu, "InterpretGPUParams"):
+        raise NotImplementedError(f"needs the Mosaic GPU of JAX 0.11, got {jax.__version__}")
     if q.dtype.itemsize != 2 or kv_pool.dtype not in (q.dtype, jnp.float8_e4m3fn):
         raise NotImplementedError(
             f"q must have 16 bits and the pool its dtype or float8_e4m3fn, "

@@ -56,8 +56,10 @@ def paged_decode_attention(
         config = decode_config("triton", q, kv_pool, block_tables)
     if plan is None:
         parts = config.parts(kv_heads)
-        plan = plan_decode(seq_lens, tile=config.tile, parts=parts, window=window)
-    parts, group = plan.shape[0], q_heads // kv_heads
+        planned = plan_decode(seq_lens, tile=config.tile, parts=parts, window=window)
+    else:
+        planned = plan
+    parts, group = planned.shape[0], q_heads // kv_heads
     whole = pl.BlockSpec(memory_space=pl.ANY)
     kernel = functools.partial(
         _decode_kernel,
@@ -84,8 +86,8 @@ def paged_decode_attention(
         interpret=interpret,
         name="paged_decode",
         compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=config.stages),
-    )(q, kv_pool, block_tables, seq_lens, plan, *extras)
-    out, lse = merge_parts(out, lse, part, part_lse, plan, sinks, interpret=interpret)
+    )(q, kv_pool, block_tables, seq_lens, planned, *extras)
+    out, lse = merge_parts(out, lse, part, part_lse, planned, sinks, interpret=interpret)
     return (out, lse) if return_lse else out
 
 
