@@ -32,8 +32,8 @@ class EngineConfig:
             `memory_fraction`.
         memory_fraction: share of the GPU memory that JAX may use (by default three quarters of
             it, see XLA_PYTHON_CLIENT_MEM_FRACTION) for weights, KV pool and a step's activations;
-            of a CPU's memory, the share that the KV pool may take. None is 0.9 on a GPU and 0.1
-            on a CPU.
+            of the memory of the machine or its container, on a CPU, for the KV pool alone. None is
+            0.9 on a GPU and 0.1 on a CPU.
         max_model_len: longest sequence in tokens, prompt and output together. None is what the
             checkpoint states; the pool's capacity limits it further.
         max_num_seqs: sequences in one step, and rows sampled in it. None: 256 on a GPU, 32 on a

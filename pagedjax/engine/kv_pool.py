@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +18,12 @@ from pagedjax.models.arch import ArchConfig
 # One array per layer, `[blocks, 2, kv_heads, block_size, head_dim]`: a list rather than one array
 # with a layer axis, so that each is updated in place without slicing a larger one.
 KVPool = list[jax.Array]
+
+# Where Linux tells a container's memory limit: control groups version 2, then version 1.
+CONTAINER_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +109,20 @@ def _memory_budget(arch: ArchConfig, config: EngineConfig, *, dtype: np.dtype, d
     fraction = config.memory_fraction or 0.0
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats is None:
-        return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * fraction)
+        return int(host_memory_bytes() * fraction)
     activations = step_activation_bytes(arch, config, dtype=dtype)
     return int(stats["bytes_limit"] * fraction) - stats["bytes_in_use"] - activations
+
+
+def host_memory_bytes(limits: Sequence[Path] = CONTAINER_LIMITS) -> int:
+    """Memory of this machine, or what its container may take if that is less.
+
+    Args:
+        limits: files that hold a container's limit in bytes; `max` and absent ones mean none.
+    """
+    found = [path.read_text().strip() for path in limits if path.is_file()]
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([machine, *(int(limit) for limit in found if limit != "max")])
 
 
 def step_activation_bytes(arch: ArchConfig, config: EngineConfig, *, dtype: np.dtype) -> int:

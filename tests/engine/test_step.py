@@ -1,5 +1,7 @@
 """The compiled step as XLA sees it: memory, donation, packing."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 from pagedjax.config import EngineConfig
 from pagedjax.engine.buckets import Bucket, Buckets, ladder
-from pagedjax.engine.kv_pool import blocks_that_fit, kv_spec
+from pagedjax.engine.kv_pool import blocks_that_fit, host_memory_bytes, kv_spec
 from pagedjax.engine.runner import ModelRunner, StepKey
 from pagedjax.engine.step_inputs import MAX_BANNED_IDS, StepLayout
 from tests.support.tiny_engines import tiny_arch, tiny_model
@@ -75,6 +77,25 @@ def test_the_pool_never_exceeds_what_the_sequences_can_use():
     device = jax.devices()[0]
     fit = blocks_that_fit(tiny_arch(), config, dtype=np.dtype(np.float32), device=device)
     assert fit == 1 + 4 * 16
+
+
+@pytest.mark.parametrize(
+    ("texts", "wanted"),
+    [
+        ([], "machine"),
+        (["max\n"], "machine"),
+        (["9223372036854771712\n"], "machine"),
+        (["1048576\n"], 1 << 20),
+        (["max\n", "2097152\n"], 2 << 20),
+    ],
+)
+def test_a_containers_memory_limit_counts_as_the_machines_memory(tmp_path, texts, wanted):
+    """OF15: sized by the host, the pool would end the process in a small container."""
+    limits = [tmp_path / str(index) for index in range(len(texts) + 1)]  # the last is absent
+    for path, text in zip(limits, texts, strict=False):
+        path.write_text(text)
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert host_memory_bytes(limits) == (machine if wanted == "machine" else wanted)
 
 
 def test_a_memory_fraction_that_leaves_no_block_is_refused():
