@@ -26,7 +26,16 @@ _HOME = {
     "open_checkpoint": "checkpoint",
     "write_native": "writer",
 }
-__all__ = list(_HOME)
+__all__ = [  # noqa: F822  (loaded by __getattr__)
+    "CheckFailed",
+    "Checkpoint",
+    "CheckpointError",
+    "ConversionReport",
+    "NativeTensor",
+    "convert",
+    "open_checkpoint",
+    "write_native",
+]
 
 
 def __getattr__(name: str) -> Any:
