@@ -96,13 +96,9 @@ def test_prompts_are_tokenized_like_the_golden_ones():
 
 
 def test_each_prompt_alone():
-    engine = golden_engine(max_num_seqs=1)
-    # One sampled row per step: the prompts' own log-probabilities would take a step per token.
+    engine = golden_engine()
     for case in CASES:
-        params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logprobs=5)
-        output = serve(engine, [case["prompt_token_ids"]], params)[0].outputs[0]
-        assert list(output.token_ids) == case["output_token_ids"], case["name"]
-        check_logprobs(output.logprobs, case["top5"], case["output_token_ids"])
+        check_all(engine, [case])
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
