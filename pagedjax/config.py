@@ -98,14 +98,17 @@ class EngineConfig:
         """Every choice left open made, for a device platform and a checkpoint's context length.
 
         Raises:
-            ValueError: `max_model_len` exceeds the checkpoint's context length.
+            ValueError: `max_model_len` exceeds the checkpoint's context length, or the options
+                contradict each other.
         """
         length = self.max_model_len or max_positions
         if length > max_positions:
             raise ValueError(f"max_model_len is {length}, the model states {max_positions}")
         on_cpu = platform == "cpu"
-        seqs = self.max_num_seqs or (32 if on_cpu else 256)
-        tokens = self.max_num_batched_tokens or (512 if on_cpu else 2048)
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        # Whichever of the two is left open makes room for the one that is given.
+        tokens = tokens or max(512 if on_cpu else 2048, seqs or 0)
+        seqs = seqs or min(32 if on_cpu else 256, tokens)
         if tokens < seqs:
             raise ValueError(
                 f"max_num_batched_tokens is {tokens}, below max_num_seqs {seqs}: "

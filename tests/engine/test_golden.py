@@ -8,6 +8,7 @@ its rest with the golden tokens given (teacher-forced).
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,13 +61,15 @@ def check(case, output, engine):
     ]  # fmt: skip
     for entry, exact in zip(output.prompt_logprobs[1:], case["prompt_logprobs"][1:], strict=True):
         assert abs(entry.logprob - exact) < TOLERANCE
-    assert len(got.token_ids) == 32
+    assert len(got.token_ids) >= 32
     agreed = 0
     while agreed < 32 and got.token_ids[agreed] == want[agreed]:
         agreed += 1
     check_logprobs(got.logprobs[:agreed], case["top5"][:agreed], want[:agreed])
     if agreed == 32:
-        assert got.text == case["output_text"].rstrip("\ufffd")
+        golden_text = case["output_text"].rstrip("\ufffd")
+        assert got.text == golden_text or len(got.token_ids) > 32
+        assert got.text.startswith(golden_text)
         return
     (first, best), (second, next_best) = case["top5"][agreed][:2]
     assert best - next_best < TOLERANCE, f"{case['name']}: another token at step {agreed}"
@@ -83,8 +86,8 @@ def forced_logprobs(engine, case):
     return drain(engine)["forced"].prompt_logprobs[len(case["prompt_token_ids"]) :]
 
 
-def check_all(engine, cases=CASES):
-    outputs = serve(engine, [case["prompt_token_ids"] for case in cases], PARAMS)
+def check_all(engine, cases=CASES, params=PARAMS):
+    outputs = serve(engine, [case["prompt_token_ids"] for case in cases], params)
     for case, output in zip(cases, outputs, strict=True):
         check(case, output, engine)
     assert engine.stats().blocks_used == 0
@@ -110,12 +113,9 @@ def test_all_prompts_in_chunks_of_16():
     check_all(golden_engine(max_prefill_chunk=16))
 
 
-def test_all_prompts_in_pools_that_force_preemption():
-    """The longest prompt needs most of the larger pool; the others fight over the smaller one."""
-    large, small = golden_engine(num_blocks=104), golden_engine(num_blocks=26)
-    check_all(large)
-    by_length = sorted(CASES, key=lambda case: len(case["prompt_token_ids"]))
-    for cases in (by_length[:-1], by_length[-2::-1]):
-        check_all(small, cases)
-    assert large.stats().preemptions >= 1
-    assert small.stats().preemptions >= 10
+def test_all_prompts_in_a_pool_that_forces_preemption():
+    """The pool barely holds the longest prompt; going on past the 32 golden tokens fills it."""
+    engine = golden_engine(num_blocks=98)
+    longest_first = sorted(CASES, key=lambda case: -len(case["prompt_token_ids"]))
+    check_all(engine, longest_first, replace(PARAMS, max_tokens=112))
+    assert engine.stats().preemptions >= 10

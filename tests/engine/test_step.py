@@ -9,6 +9,7 @@ import pytest
 
 from pagedjax.config import EngineConfig
 from pagedjax.engine.buckets import Bucket, Buckets, ladder
+from pagedjax.engine.compilation_cache import enable_compilation_cache
 from pagedjax.engine.kv_pool import blocks_that_fit, host_memory_bytes, kv_spec
 from pagedjax.engine.runner import ModelRunner, StepKey
 from pagedjax.engine.step_inputs import MAX_BANNED_IDS, StepLayout
@@ -128,3 +129,36 @@ def test_impossible_options_are_refused_by_name(option, value):
 def test_a_model_length_beyond_the_checkpoints_is_refused():
     with pytest.raises(ValueError, match="max_model_len is 512, the model states 256"):
         EngineConfig(max_model_len=512).resolved(platform="cpu", max_positions=256)
+
+
+@pytest.mark.parametrize(
+    ("given", "seqs", "tokens"),
+    [
+        ({}, 32, 512),
+        (dict(max_num_batched_tokens=16), 16, 16),
+        (dict(max_num_seqs=1000), 1000, 1000),
+        (dict(max_num_seqs=3), 3, 512),
+    ],
+)
+def test_the_budget_left_open_makes_room_for_the_given_one(given, seqs, tokens):
+    config = EngineConfig(**given).resolved(platform="cpu", max_positions=256)
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (seqs, tokens)
+
+
+def test_a_step_smaller_than_its_sequences_is_refused():
+    config = EngineConfig(max_num_seqs=9, max_num_batched_tokens=8)
+    with pytest.raises(ValueError, match="max_num_batched_tokens is 8, below max_num_seqs 9"):
+        config.resolved(platform="cpu", max_positions=256)
+
+
+def test_a_home_that_cannot_be_written_costs_the_cache_alone(tmp_path, monkeypatch):
+    (tmp_path / "pagedjax").write_text("a file where the directory should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = jax.config.values["jax_compilation_cache_dir"]
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        with pytest.warns(UserWarning, match="compiled steps are not kept"):
+            enable_compilation_cache()
+        assert jax.config.values["jax_compilation_cache_dir"] is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)

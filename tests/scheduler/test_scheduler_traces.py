@@ -6,7 +6,6 @@ books; at the end every request must have exactly the tokens that it has alone.
 """
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,7 +58,8 @@ def random_operation(driver: Driver, rng: np.random.Generator, prompts: list[lis
         driver.step()
 
 
-@pytest.mark.parametrize("seed", range(NUM_TRACES))
+@settings(max_examples=NUM_TRACES, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
 def test_random_traces_give_everybody_their_own_tokens(seed: int):
     rng = np.random.default_rng(seed)
     driver = Driver(random_config(rng), pipelined=bool(rng.integers(2)))
