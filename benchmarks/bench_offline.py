@@ -1,0 +1,174 @@
+"""A list of requests to the end through the engine, all of them there at the start.
+
+    python -m benchmarks.bench_offline --shape llama2-13b --requests short.json \\
+        --out benchmarks/results/offline.jsonl
+    python -m benchmarks.bench_offline --shape tiny --dtype float32 --limit 8 \\
+        --max-num-seqs 4 --max-num-batched-tokens 128
+
+Random weights of a named shape, random prompts, greedy; the end of text is ignored, so that every
+output has exactly the length asked for. `--requests` is a JSON list of {prompt_len, output_len}.
+One JSON line: requests and tokens per second, steps, preemptions, use of the KV pool, compiles
+after warm-up, start-up, peak device memory. Start-up is not part of the rates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.record import record
+from benchmarks.request_lists import (
+    add_list_options,
+    longest,
+    random_prompts,
+    request_list,
+    throughput,
+)
+from benchmarks.shapes import SHAPES, random_model
+from benchmarks.workloads import RequestShape
+from pagedjax import EngineConfig, SamplingParams
+from pagedjax.engine.engine import Engine
+
+
+@dataclass(slots=True)
+class Watch:
+    """What the steps of a run looked like from outside.
+
+    Attributes:
+        step_s: time of every `Engine.step`.
+        busy: share of the KV pool in use after each.
+        running: most sequences that owned blocks.
+    """
+
+    step_s: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
+    running: int = 0
+
+    def mean_utilisation(self) -> float:
+        """Share of the pool in use, averaged over time."""
+        weighted = sum(s * b for s, b in zip(self.step_s, self.busy, strict=True))
+        return weighted / sum(self.step_s)
+
+
+def serve(
+    engine: Engine, shapes: Sequence[RequestShape], prompts: Sequence[Sequence[int]]
+) -> tuple[float, Watch]:
+    """Serve all requests to the end.
+
+    Returns:
+        Seconds from the first request's arrival to the last token, and what was seen on the way.
+
+    Raises:
+        RuntimeError: an output has another length than asked for.
+    """
+    start = time.perf_counter()
+    for index, (shape, prompt) in enumerate(zip(shapes, prompts, strict=True)):
+        params = SamplingParams(temperature=0.0, max_tokens=shape.output_len, ignore_eos=True)
+        engine.add_request(str(index), None, prompt, params)
+    generated = [0] * len(shapes)
+    watch, before = Watch(), time.perf_counter()
+    while engine.has_unfinished():
+        for delta in engine.step():
+            generated[int(delta.request_id)] += len(delta.outputs[0].token_ids)
+        now, stats = time.perf_counter(), engine.stats()
+        watch.step_s.append(now - before)
+        watch.busy.append(stats.block_utilisation)
+        watch.running = max(watch.running, stats.num_running)
+        before = now
+    seconds = before - start
+    for index, (got, shape) in enumerate(zip(generated, shapes, strict=True)):
+        if got != shape.output_len:
+            raise RuntimeError(f"request {index}: got {got} tokens, wanted {shape.output_len}")
+    return seconds, watch
+
+
+def figures(engine: Engine, watch: Watch, steps_before: int) -> dict[str, Any]:
+    """What the engine says about the run; `steps_before` of its steps came before."""
+    stats, config = engine.stats(), engine.config
+    memory = jax.devices()[0].memory_stats() or {}
+    itemsize = jax.numpy.dtype(config.dtype).itemsize
+    block_bytes = engine.arch.kv_elements_per_token * config.block_size * itemsize
+    return {
+        "steps": stats.steps - steps_before,
+        "preemptions": stats.preemptions,
+        "compiles_after_warmup": stats.compiles_after_warmup,
+        "peak_running": watch.running,
+        "peak_kv_utilisation": round(stats.peak_block_utilisation, 4),
+        "mean_kv_utilisation": round(watch.mean_utilisation(), 4),
+        "kv_pool_bytes": stats.blocks_total * block_bytes,
+        "peak_kv_bytes": stats.blocks_peak * block_bytes,
+        "peak_device_bytes": memory.get("peak_bytes_in_use"),
+        "max_model_len": engine.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "block_size": config.block_size,
+    }
+
+
+def warm(engine: Engine, vocab: int) -> None:
+    """One short request, so that the first transfers are not part of the run."""
+    serve(engine, [RequestShape(8, 4, 0.0)], [[index % vocab for index in range(8)]])
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_list_options(parser)
+    parser.add_argument("--shape", choices=SHAPES, default="llama3.1-8b")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--max-num-seqs", type=int)
+    parser.add_argument("--max-num-batched-tokens", type=int)
+    parser.add_argument("--max-prefill-chunk", type=int)
+    parser.add_argument("--max-model-len", type=int, help="default: the longest request")
+    parser.add_argument("--num-blocks", type=int)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--memory-fraction", type=float)
+    parser.add_argument("--bucket-growth", type=int)
+    parser.add_argument("--prefix-caching", action="store_true")
+    parser.add_argument("--implementation", help="backend of the paged operations")
+    parser.add_argument("--out", type=Path, help="append the JSON line to this file")
+    return parser
+
+
+def engine_config(args: argparse.Namespace, shapes: Sequence[RequestShape]) -> EngineConfig:
+    """The engine's options, tables no wider than the list needs."""
+    return EngineConfig(
+        dtype=args.dtype, block_size=args.block_size, num_blocks=args.num_blocks,
+        memory_fraction=args.memory_fraction, max_num_seqs=args.max_num_seqs,
+        max_model_len=args.max_model_len or longest(shapes),
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_prefill_chunk=args.max_prefill_chunk, bucket_growth=args.bucket_growth,
+        prefix_caching=args.prefix_caching, implementation=args.implementation,
+    )  # fmt: skip
+
+
+def main() -> None:
+    args = options().parse_args()
+    name, shapes = request_list(args.requests, args.limit)
+    arch = SHAPES[args.shape]
+    prompts = random_prompts(shapes, arch.vocab)
+    start = time.perf_counter()
+    model = random_model(arch, args.dtype)
+    weights_s = time.perf_counter() - start
+    start = time.perf_counter()
+    engine = Engine(model, None, engine_config(args, shapes))
+    engine_s = time.perf_counter() - start
+    warm(engine, arch.vocab)
+    steps_before = engine.stats().steps
+    seconds, watch = serve(engine, shapes, prompts)
+    record(
+        "offline", f"{args.shape} {args.dtype} {name}", args.out, **throughput(shapes, seconds),
+        **figures(engine, watch, steps_before), weights_s=round(weights_s, 2),
+        engine_start_s=round(engine_s, 2), prefix_caching=args.prefix_caching, weights="random",
+        xla_flags=os.environ.get("XLA_FLAGS", ""),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
