@@ -1,14 +1,15 @@
-"""A list of requests to the end through the engine, all of them there at the start.
+"""Lists of requests to the end through the engine, all of them there at the start.
 
-    python -m benchmarks.bench_offline --shape llama2-13b --requests short.json \\
-        --out benchmarks/results/offline.jsonl
+    python -m benchmarks.bench_offline --shape llama2-13b --out benchmarks/results/offline.jsonl \\
+        --requests short.json long.json mixed.json
     python -m benchmarks.bench_offline --shape tiny --dtype float32 --limit 8 \\
         --max-num-seqs 4 --max-num-batched-tokens 128
 
 Random weights of a named shape, random prompts, greedy; the end of text is ignored, so that every
-output has exactly the length asked for. `--requests` is a JSON list of {prompt_len, output_len}.
-One JSON line: requests and tokens per second, steps, preemptions, use of the KV pool, compiles
-after warm-up, start-up, peak device memory. Start-up is not part of the rates.
+output has exactly the length asked for. Each of `--requests` is a JSON list of {prompt_len,
+output_len}; one engine serves them one after another. One JSON line each: requests and tokens per
+second, steps, preemptions, use of the KV pool, compiles after warm-up, start-up of the engine, peak
+device memory of the process so far. Start-up is not part of the rates.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from benchmarks.request_lists import (
     add_list_options,
     longest,
     random_prompts,
-    request_list,
+    request_lists,
     throughput,
 )
 from benchmarks.shapes import SHAPES, random_model
 from benchmarks.workloads import RequestShape
 from pagedjax import EngineConfig, SamplingParams
 from pagedjax.engine.engine import Engine
+from pagedjax.engine.stats import EngineStats
 
 
 @dataclass(slots=True)
@@ -42,11 +44,13 @@ class Watch:
     """What the steps of a run looked like from outside.
 
     Attributes:
+        before: the engine's figures before the first step.
         step_s: time of every `Engine.step`.
         busy: share of the KV pool in use after each.
         running: most sequences that owned blocks.
     """
 
+    before: EngineStats
     step_s: list[float] = field(default_factory=list)
     busy: list[float] = field(default_factory=list)
     running: int = 0
@@ -73,7 +77,7 @@ def serve(
         params = SamplingParams(temperature=0.0, max_tokens=shape.output_len, ignore_eos=True)
         engine.add_request(str(index), None, prompt, params)
     generated = [0] * len(shapes)
-    watch, before = Watch(), time.perf_counter()
+    watch, before = Watch(engine.stats()), time.perf_counter()
     while engine.has_unfinished():
         for delta in engine.step():
             generated[int(delta.request_id)] += len(delta.outputs[0].token_ids)
@@ -89,21 +93,21 @@ def serve(
     return seconds, watch
 
 
-def figures(engine: Engine, watch: Watch, steps_before: int) -> dict[str, Any]:
-    """What the engine says about the run; `steps_before` of its steps came before."""
+def figures(engine: Engine, watch: Watch) -> dict[str, Any]:
+    """What the engine says about the run."""
     stats, config = engine.stats(), engine.config
     memory = jax.devices()[0].memory_stats() or {}
     itemsize = jax.numpy.dtype(config.dtype).itemsize
     block_bytes = engine.arch.kv_elements_per_token * config.block_size * itemsize
     return {
-        "steps": stats.steps - steps_before,
-        "preemptions": stats.preemptions,
+        "steps": stats.steps - watch.before.steps,
+        "preemptions": stats.preemptions - watch.before.preemptions,
         "compiles_after_warmup": stats.compiles_after_warmup,
         "peak_running": watch.running,
-        "peak_kv_utilisation": round(stats.peak_block_utilisation, 4),
+        "peak_kv_utilisation": round(max(watch.busy), 4),
         "mean_kv_utilisation": round(watch.mean_utilisation(), 4),
         "kv_pool_bytes": stats.blocks_total * block_bytes,
-        "peak_kv_bytes": stats.blocks_peak * block_bytes,
+        "peak_kv_bytes": round(max(watch.busy) * stats.blocks_total) * block_bytes,
         "peak_device_bytes": memory.get("peak_bytes_in_use"),
         "max_model_len": engine.max_model_len,
         "max_num_seqs": config.max_num_seqs,
@@ -125,7 +129,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--max-num-seqs", type=int)
     parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument("--max-prefill-chunk", type=int)
-    parser.add_argument("--max-model-len", type=int, help="default: the longest request")
+    parser.add_argument("--max-model-len", type=int, help="default: the longest request's")
     parser.add_argument("--num-blocks", type=int)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--memory-fraction", type=float)
@@ -136,12 +140,12 @@ def options() -> argparse.ArgumentParser:
     return parser
 
 
-def engine_config(args: argparse.Namespace, shapes: Sequence[RequestShape]) -> EngineConfig:
-    """The engine's options, tables no wider than the list needs."""
+def engine_config(args: argparse.Namespace, longest_request: int) -> EngineConfig:
+    """The engine's options, tables no wider than the lists need."""
     return EngineConfig(
         dtype=args.dtype, block_size=args.block_size, num_blocks=args.num_blocks,
         memory_fraction=args.memory_fraction, max_num_seqs=args.max_num_seqs,
-        max_model_len=args.max_model_len or longest(shapes),
+        max_model_len=args.max_model_len or longest_request,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_prefill_chunk=args.max_prefill_chunk, bucket_growth=args.bucket_growth,
         prefix_caching=args.prefix_caching, implementation=args.implementation,
@@ -150,24 +154,24 @@ def engine_config(args: argparse.Namespace, shapes: Sequence[RequestShape]) -> E
 
 def main() -> None:
     args = options().parse_args()
-    name, shapes = request_list(args.requests, args.limit)
+    lists = request_lists(args.requests, args.limit)
     arch = SHAPES[args.shape]
-    prompts = random_prompts(shapes, arch.vocab)
     start = time.perf_counter()
     model = random_model(arch, args.dtype)
     weights_s = time.perf_counter() - start
     start = time.perf_counter()
-    engine = Engine(model, None, engine_config(args, shapes))
+    engine = Engine(model, None, engine_config(args, max(map(longest, lists.values()))))
     engine_s = time.perf_counter() - start
     warm(engine, arch.vocab)
-    steps_before = engine.stats().steps
-    seconds, watch = serve(engine, shapes, prompts)
-    record(
-        "offline", f"{args.shape} {args.dtype} {name}", args.out, **throughput(shapes, seconds),
-        **figures(engine, watch, steps_before), weights_s=round(weights_s, 2),
-        engine_start_s=round(engine_s, 2), prefix_caching=args.prefix_caching, weights="random",
-        xla_flags=os.environ.get("XLA_FLAGS", ""),
-    )  # fmt: skip
+    for name, shapes in lists.items():
+        seconds, watch = serve(engine, shapes, random_prompts(shapes, arch.vocab))
+        record(
+            "offline", f"{args.shape} {args.dtype} {name}", args.out,
+            **throughput(shapes, seconds), **figures(engine, watch),
+            weights_s=round(weights_s, 2), engine_start_s=round(engine_s, 2),
+            prefix_caching=args.prefix_caching, weights="random",
+            xla_flags=os.environ.get("XLA_FLAGS", ""),
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

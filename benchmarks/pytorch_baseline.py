@@ -1,7 +1,7 @@
 """What a PyTorch user would run: transformers on the same request lists, a decode step by hand.
 
-    python -m benchmarks.pytorch_baseline generate --shape llama2-13b --requests short.json
-    python -m benchmarks.pytorch_baseline continuous --shape llama2-13b --requests short.json
+    python -m benchmarks.pytorch_baseline generate --shape llama2-13b --requests short.json ...
+    python -m benchmarks.pytorch_baseline continuous --shape llama2-13b --requests short.json ...
     python -m benchmarks.pytorch_baseline step --shape llama3.1-8b \\
         --cases 1x1024,8x1024,32x1024,128x1024,32x4000 --out benchmarks/results/step.jsonl
     python -m benchmarks.pytorch_baseline generate --shape tiny --dtype float32 --limit 6 --batch 3
@@ -12,8 +12,9 @@
 - `step`: `benchmarks.torch_step`, torch.compile and a CUDA graph on contiguous keys and values.
 
 Random weights of a named shape, random prompts, greedy, end of text ignored: every output has
-exactly the length asked for, and only those tokens count. One JSON line each. A list that takes
-longer than `--max-seconds` is broken off, and the rates are those of the requests finished.
+exactly the length asked for, and only those tokens count. One JSON line per list or case. A list
+that takes longer than `--max-seconds` is broken off, and the rates are those of the requests
+finished.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from benchmarks.record import record
 from benchmarks.request_lists import (
     add_list_options,
     random_prompts,
-    request_list,
+    request_lists,
     throughput,
 )
 from benchmarks.shapes import SHAPES
@@ -159,6 +160,7 @@ def run_continuous(
         done, seconds = drive(manager, shapes, prompts, args.max_seconds, "run")
     finally:
         manager.stop(block=True, timeout=20, hard_stop=True)
+        manager.destroy()
     settled = manager.continuous_batching_config
     return {
         **throughput([shapes[index] for index in done], seconds),
@@ -197,16 +199,15 @@ def main() -> None:
     if args.what == "step":
         torch_step.run(args.shape, arch, args)
         return
-    name, shapes = request_list(args.requests, args.limit)
-    prompts = random_prompts(shapes, arch.vocab)
     model = torch_models.hugging_face_model(arch, args.dtype)
     run = {"generate": run_generate, "continuous": run_continuous}[args.what]
-    figures = run(model, shapes, prompts, args)
-    record(
-        f"torch_{args.what}", f"{args.shape} {args.dtype} {name}", args.out, **figures,
-        peak_device_bytes=torch_models.peak_bytes(), weights="random",
-        torch_device=torch_models.device_name(),
-    )  # fmt: skip
+    for name, shapes in request_lists(args.requests, args.limit).items():
+        figures = run(model, shapes, random_prompts(shapes, arch.vocab), args)
+        record(
+            f"torch_{args.what}", f"{args.shape} {args.dtype} {name}", args.out, **figures,
+            peak_device_bytes=torch_models.peak_bytes(), weights="random",
+            torch_device=torch_models.device_name(),
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

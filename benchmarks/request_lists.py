@@ -15,31 +15,28 @@ from benchmarks.workloads import RequestShape, synthetic
 def add_list_options(parser: argparse.ArgumentParser) -> None:
     """`--requests` and `--limit`."""
     parser.add_argument(
-        "--requests", type=Path,
-        help="JSON list of {prompt_len, output_len}; default: 128 seeded lognormal lengths",
+        "--requests", type=Path, nargs="+", default=[],
+        help="JSON lists of {prompt_len, output_len}; default: 128 seeded lognormal lengths",
     )  # fmt: skip
-    parser.add_argument("--limit", type=int, help="only the first so many requests")
+    parser.add_argument("--limit", type=int, help="only the first so many requests of each")
 
 
-def request_list(path: Path | None, limit: int | None) -> tuple[str, list[RequestShape]]:
-    """Name and requests of the list that the options ask for.
+def request_lists(paths: Sequence[Path], limit: int | None) -> dict[str, list[RequestShape]]:
+    """The lists that the options ask for, by name.
 
     Args:
-        path: a JSON list of objects with `prompt_len` and `output_len`, and `arrival_s` or not;
-            None is the seeded default.
-        limit: how many of the first requests to keep; None keeps all.
+        paths: JSON lists of objects with `prompt_len` and `output_len`, and `arrival_s` or not;
+            none is the seeded default.
+        limit: how many of the first requests of each to keep; None keeps all.
 
     Raises:
-        ValueError: the file holds something else, or there is no request.
+        ValueError: a file holds something else, or no request.
     """
-    if path is None:
-        name, shapes = "synthetic", synthetic(128)
-    else:
-        name, shapes = path.stem, read_requests(path)
-    shapes = shapes[:limit]
-    if not shapes:
-        raise ValueError(f"{name}: got no requests, want at least one")
-    return name, shapes
+    lists = {path.stem: read_requests(path)[:limit] for path in paths}
+    for name, shapes in lists.items():
+        if not shapes:
+            raise ValueError(f"{name}: got no requests, want at least one")
+    return lists or {"synthetic": synthetic(128)[:limit]}
 
 
 def read_requests(path: Path) -> list[RequestShape]:

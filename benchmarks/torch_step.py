@@ -79,13 +79,13 @@ class DecodeStep:
         import torch
 
         arch, table = self.arch, self.table
+        shape = (batch, arch.kv_heads, context, arch.head_dim)
         self.kv = [
-            torch.empty(
-                2, batch, arch.kv_heads, context, arch.head_dim, dtype=table.dtype,
-                device=table.device,
-            ).normal_()
+            tuple(
+                torch.empty(shape, dtype=table.dtype, device=table.device).normal_() for _ in "kv"
+            )
             for _ in range(arch.layers)
-        ]  # fmt: skip
+        ]
         self.tokens = torch.zeros(batch, dtype=torch.long, device=table.device)
         self.position = torch.full((1,), context - 1, device=table.device)
         cos, sin = self.rotary(table[:1], self.position[None])
@@ -103,7 +103,7 @@ class DecodeStep:
     @property
     def kv_bytes(self) -> int:
         """Bytes of all keys and values."""
-        return sum(x.numel() * x.element_size() for x in self.kv)
+        return sum(x.numel() * x.element_size() for layer in self.kv for x in layer)
 
     def logits(self) -> Any:
         """Write the tokens' keys and values; `[batch, vocab]`."""
@@ -159,6 +159,7 @@ def replayed(step: Callable[[], None]) -> Callable[[], None]:
     if not torch.cuda.is_available():
         step()
         return step
+    torch.cuda.synchronize()  # the arrays were filled on another stream
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):

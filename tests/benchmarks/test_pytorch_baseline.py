@@ -60,8 +60,8 @@ def test_the_hand_written_step_computes_the_models_logits(changes):
         wanted = model(tokens).logits[:, -1]
         step = torch_step.DecodeStep(model, arch)
         step.allocate(batch=3, context=12)
-        for kv, layer in zip(step.kv, cached.layers, strict=True):
-            kv[0, :, :, :11], kv[1, :, :, :11] = layer.keys, layer.values
+        for (keys, values), layer in zip(step.kv, cached.layers, strict=True):
+            keys[:, :, :11], values[:, :, :11] = layer.keys, layer.values
         step.tokens.copy_(tokens[:, -1])
         got = step.logits()
         step.step()
