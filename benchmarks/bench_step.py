@@ -13,7 +13,7 @@ name their product instead of `--cases`. One JSON line per case, medians over `-
 - `caller_us`: the tokens of a step are read while the next one runs, as `Engine.step` does.
 - `host_us`: packing the inputs and launching, the device idle.
 - `floor_us`: weights plus keys and values, over the rate of a device copy (bytes read plus bytes
-  written) in the same process.
+  written) in the same process. For GPUs: on a CPU the copy mostly pays for fresh pages.
 """
 
 from __future__ import annotations
