@@ -23,6 +23,7 @@ import numpy as np
 from jax import core
 
 from pallas_kernels import reference, xla
+from pallas_kernels.mixed_batch import attend_mixed_batch
 from pallas_kernels.tuning import fastest_decode_backend
 
 Implementation = Literal["mosaic", "triton", "xla", "reference"]
@@ -35,11 +36,14 @@ _Op = Callable[..., Any]
 
 def _lookup(operation: str, name: str) -> _Op:
     """The function that implements an attention operation, `decode` or `prefill`."""
-    if name in ("mosaic", "triton"):  # only a GPU needs their import
-        module = importlib.import_module(f"pallas_kernels.paged_{operation}_{name}")
-    else:
+    if name not in ("mosaic", "triton"):
         module = {"xla": xla, "reference": reference}[name]
-    return getattr(module, f"paged_{operation}_attention")
+        return getattr(module, f"paged_{operation}_attention")
+    module = importlib.import_module(f"pallas_kernels.paged_{operation}_{name}")  # a GPU needs it
+    kernel: _Op = getattr(module, f"paged_{operation}_attention")
+    if operation == "decode":
+        return kernel
+    return functools.partial(attend_mixed_batch, kernel, _lookup("decode", name))
 
 
 ATTENTION_IMPLEMENTATIONS: tuple[Implementation, ...] = ("mosaic", "triton", "xla", "reference")

@@ -87,6 +87,7 @@ def paged_prefill_attention(
     sinks: jax.Array | None = None,
     kv_scales: jax.Array | None = None,
     return_lse: bool = False,
+    single_rows: bool = True,
     plan: jax.Array | None = None,
     config: PrefillConfig | None = None,
     interpret: Any = None,
@@ -105,6 +106,8 @@ def paged_prefill_attention(
         sinks: float32 `[q_heads]`, or None.
         kv_scales: float32 `[2, kv_heads]` for a quantized pool, or None.
         return_lse: also return the natural log-sum-exp, float32 `[tokens, q_heads]`.
+        single_rows: False leaves the rows of sequences that own exactly one unwritten, unless a
+            given `plan` lists them.
         plan: `prefill_plan.plan_prefill(..., tile_rows=128)`; made from the lengths if None, or if
             `tokens` is not a multiple of 8 of at least 128.
         config: tile sizes; chosen from the shape if None.
@@ -130,7 +133,7 @@ def paged_prefill_attention(
         q = jnp.pad(q, ((0, padded - tokens), (0, 0), (0, 0)))
     if plan is None or padded != tokens:
         plan = prefill_plan.plan_prefill_traced(
-            seq_lens, query_start, tokens=padded, tile_rows=TILE_ROWS
+            seq_lens, query_start, tokens=padded, tile_rows=TILE_ROWS, single_rows=single_rows
         )
     shape = Shape(
         q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size,

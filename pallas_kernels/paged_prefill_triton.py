@@ -74,13 +74,15 @@ def paged_prefill_attention(
     sinks: jax.Array | None,
     kv_scales: jax.Array | None,
     return_lse: bool,
+    single_rows: bool = True,
     plan: jax.Array | None = None,
     config: PrefillConfig | None = None,
     interpret: bool = False,
 ) -> Any:
     """See `pallas_kernels.paged_prefill_attention`; every default is filled in by the caller.
 
-    `plan` is a work list for `tile_tokens` rows and no alignment, if the caller has made one.
+    `plan` is a work list for `tile_tokens` rows and no alignment, if the caller has made one; of
+    the list made here, `single_rows=False` leaves out the sequences that own exactly one row.
     """
     tokens, q_heads, head_dim = q.shape
     kv_heads = kv_pool.shape[2]
@@ -99,6 +101,7 @@ def paged_prefill_attention(
             tokens=tokens,
             tile_rows=tile_tokens(config, q_heads // kv_heads),
             alignment=1,
+            single_rows=single_rows,
         )
     extras = [x for x in (sinks, kv_scales) if x is not None]
     whole = pl.BlockSpec(memory_space=pl.ANY)

@@ -158,7 +158,7 @@ def _tile_and_head(shape: Shape, work_ref: Any, turn: Any) -> tuple[Any, Any]:
     heads = shape.q_heads // config.head_sections
     section = jnp.int32(0)
     if config.head_sections > 1:
-        section_items = work_ref[0, plan.COUNT] * heads
+        section_items = jnp.maximum(work_ref[0, plan.COUNT] * heads, 1)  # 0: an empty list
         section = lax.div(index, section_items)
         index = index - section * section_items
     tile = lax.div(index, jnp.int32(heads))

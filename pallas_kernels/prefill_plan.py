@@ -42,6 +42,7 @@ def plan_prefill(
     tokens: int,
     tile_rows: int,
     alignment: int = ROW_ALIGNMENT,
+    single_rows: bool = True,
 ) -> np.ndarray:
     """Make the work list on the host.
 
@@ -51,13 +52,15 @@ def plan_prefill(
         tokens: rows of the flat query array; rows past `query_start[-1]` become padding tiles.
         tile_rows: query rows of one tile.
         alignment: a tile's first row is a multiple of this.
+        single_rows: False leaves out the sequences that own exactly one row, for a caller that
+            computes them in another way; nobody writes their rows then.
 
     Returns:
         int32 `[num_tiles(tokens, seqs, tile_rows, alignment), 8]`; the tiles in use come first,
         ordered by falling number of visible positions.
     """
     lens, start = np.asarray(seq_lens), np.asarray(query_start)
-    return _plan(np, lens, start, tokens, tile_rows, alignment)
+    return _plan(np, lens, start, tokens, tile_rows, alignment, single_rows)
 
 
 def plan_prefill_traced(
@@ -67,13 +70,20 @@ def plan_prefill_traced(
     tokens: int,
     tile_rows: int,
     alignment: int = ROW_ALIGNMENT,
+    single_rows: bool = True,
 ) -> jax.Array:
     """`plan_prefill` for traced lengths, inside a jitted function."""
-    return _plan(jnp, seq_lens, query_start, tokens, tile_rows, alignment)
+    return _plan(jnp, seq_lens, query_start, tokens, tile_rows, alignment, single_rows)
 
 
 def _plan(
-    xp: Any, seq_lens: Any, query_start: Any, tokens: int, tile_rows: int, alignment: int
+    xp: Any,
+    seq_lens: Any,
+    query_start: Any,
+    tokens: int,
+    tile_rows: int,
+    alignment: int,
+    single_rows: bool,
 ) -> Any:
     seqs = seq_lens.shape[0]
     length = num_tiles(tokens, seqs, tile_rows, alignment)
@@ -83,7 +93,10 @@ def _plan(
     lens = xp.concatenate([seq_lens, xp.zeros((1,), xp.int32)])
     aligned = start - start % xp.int32(alignment)
     tiles = (end - aligned + xp.int32(tile_rows - 1)) // xp.int32(tile_rows)
-    tiles = xp.where(end > start, tiles, xp.int32(0))
+    listed = end > start
+    if not single_rows:  # a single row of padding, past the last sequence, stays
+        listed &= (end - start != 1) | (xp.arange(seqs + 1, dtype=xp.int32) == seqs)
+    tiles = xp.where(listed, tiles, xp.int32(0))
     last = xp.cumsum(tiles, dtype=xp.int32)
 
     slot = xp.arange(length, dtype=xp.int32)
