@@ -1,14 +1,24 @@
 """A fast tokenizer rebuilt from a GGUF file's vocabulary.
 
-The file holds tokens and merges, but only the *name* of the way that text is split before
-merging. Each known name is a row of `SPLITTERS`; any other is refused, since a wrong split gives
-wrong tokens without any error.
+A byte-level vocabulary comes with merges, but only with the *name* of the way that text is split
+before merging. Each known name is a row of `SPLITTERS`; any other is refused, since a wrong split
+gives wrong tokens without any error.
+
+A vocabulary that SentencePiece trained (Llama 2, Mistral 7B) has a score per piece instead: of all
+neighbours that make a piece, those are merged first whose piece scores highest, and the leftmost
+of equals. Merging by rank does the same as long as no two pieces that merging makes have the same
+score; otherwise the vocabulary is refused. Only the ways to make one and the same piece share a
+score then. Where they overlap (`a|aa|a`), the leftmost wins in SentencePiece and the one with the
+longer left half here; merging leaves longer pieces on the left, so that the two agree in practice.
+Text is not split at all, and spaces become `▁`. As in llama.cpp, the text after a control or
+user-defined token begins with a space of its own, like the beginning of the whole.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +36,11 @@ from tokenizers import (
 from convert.hf_config import Fields
 from convert.source import CheckpointError
 
-CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 _NAMED = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # GGUF: transformers
+
+_SPACE = "▁"
+_BYTE_PIECES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 # The split of Llama 3 and Qwen 2 as their tokenizer.json files spell it; digits are grouped
 # by up to three in the first and stand alone in the second.
@@ -97,27 +110,76 @@ class GGUFTokenizer:
         prefix = "tokenizer.ggml."
         own = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
         fields = Fields(own, where)
-        if (kind := fields.take_text("model")) != "gpt2":
+        if (kind := fields.take_text("model")) not in ("gpt2", "llama"):
             raise CheckpointError(
-                f"{where}: tokenizer model {kind!r} cannot be rebuilt, only byte-level BPE ('gpt2')"
+                f"{where}: tokenizer model {kind!r} cannot be rebuilt, only byte-level BPE "
+                "('gpt2') and SentencePiece's BPE ('llama')"
             )
-        if (pre := fields.take_text("pre")) not in SPLITTERS:
-            raise CheckpointError(
-                f"{where}: pre-tokenizer {pre!r} is not known, known: {', '.join(SPLITTERS)}"
-            )
-        self._splitter = SPLITTERS[pre]
         self._tokens: list[str] = self._take_list(fields, "tokens", str)
         self._types: list[int] = self._take_list(fields, "token_type", int)
-        merges = self._take_list(fields, "merges", str)
-        self._merges = [tuple(merge.split(" ")) for merge in merges]
         self._named = {
             name: index
             for key, name in _NAMED.items()
             if (index := fields.take_int(f"{key}_token_id", None)) is not None
         }
-        self._adds_bos = fields.take_bool("add_bos_token", self._splitter.adds_bos)
         self._chat_template = Fields(metadata, where).take_text("tokenizer.chat_template", None)
-        self._check()
+        self._check_tokens()
+        read = self._read_byte_level if kind == "gpt2" else self._read_sentencepiece
+        read(fields)
+        self._check_ends()
+
+    def _read_byte_level(self, fields: Fields) -> None:
+        if (pre := fields.take_text("pre")) not in SPLITTERS:
+            raise CheckpointError(
+                f"{self._where}: pre-tokenizer {pre!r} is not known, known: {', '.join(SPLITTERS)}"
+            )
+        splitter = SPLITTERS[pre]
+        self._merges = self._take_merges(fields)
+        self._ends = self._take_ends(fields, splitter.adds_bos)
+        self._build_bare = partial(_build_byte_level, splitter)
+
+    def _read_sentencepiece(self, fields: Fields) -> None:
+        # Neither Llama 2 nor Mistral change the text further, and llama.cpp would not do it.
+        fields.require("remove_extra_whitespaces", False)
+        if fields.take("precompiled_charsmap", None):
+            raise CheckpointError(f"{self._where}: precompiled_charsmap is not supported")
+        if fields.states("merges"):  # from a tokenizer.json; all scores are the same then
+            self._merges = self._take_merges(fields)
+        else:
+            scores: list[float] = self._take_list(fields, "scores", float)
+            self._check_length("scores", scores)
+            self._merges = merges_from_scores(self._tokens, self._types, scores, self._where)
+        if "unk" not in self._named and UNKNOWN in self._types:
+            self._named["unk"] = self._types.index(UNKNOWN)
+        if "unk" not in self._named and not _BYTE_PIECES.issubset(self._tokens):
+            raise CheckpointError(
+                f"{self._where}: neither all bytes nor unknown_token_id, for unknown characters"
+            )
+        self._ends = self._take_ends(fields, adds_bos=True)
+        self._build_bare = partial(
+            _build_sentencepiece,
+            unknown=self._tokens[self._named["unk"]] if "unk" in self._named else None,
+            space_prefix=fields.take_bool("add_space_prefix", True),
+        )
+
+    def _take_merges(self, fields: Fields) -> list[tuple[str, str]]:
+        known = set(self._tokens)
+        merges: list[tuple[str, str]] = []
+        for text in self._take_list(fields, "merges", str):
+            left, space, right = text.partition(" ")
+            if not space or not known.issuperset((left, right, left + right)):
+                raise CheckpointError(
+                    f"{self._where}: the merge {(left, right)} does not fit the vocabulary"
+                )
+            merges.append((left, right))
+        return merges
+
+    def _take_ends(self, fields: Fields, adds_bos: bool) -> dict[str, bool]:
+        """Whether BOS and EOS are put around a text."""
+        return {
+            "bos": fields.take_bool("add_bos_token", adds_bos),
+            "eos": fields.take_bool("add_eos_token", False),
+        }
 
     def _take_list(self, fields: Fields, name: str, kind: type) -> list[Any]:
         value = fields.take(name)
@@ -125,28 +187,30 @@ class GGUFTokenizer:
             raise CheckpointError(f"{self._where}: {name} is not a list of {kind.__name__}")
         return value  # a GGUF array holds one type
 
-    def _check(self) -> None:
-        """What `save` relies on, so that nothing is written for a vocabulary that cannot be."""
-        known = set(self._tokens)
-        if len(known) != len(self._tokens):
+    # What `save` relies on, so that nothing is written for a vocabulary that cannot be.
+
+    def _check_tokens(self) -> None:
+        if len(set(self._tokens)) != len(self._tokens):
             raise CheckpointError(f"{self._where}: the vocabulary has a token twice")
-        if len(self._types) != len(self._tokens):
-            raise CheckpointError(
-                f"{self._where}: {len(self._types)} token types for {len(self._tokens)} tokens"
-            )
+        self._check_length("token types", self._types)
         for name, index in self._named.items():
             if not 0 <= index < len(self._tokens):
                 raise CheckpointError(
                     f"{self._where}: {name} token id {index} is not in the vocabulary"
                 )
-        if self._adds_bos and "bos" not in self._named:
+
+    def _check_length(self, name: str, values: Sequence[Any]) -> None:
+        if len(values) != len(self._tokens):
             raise CheckpointError(
-                f"{self._where}: texts begin with BOS, but bos_token_id is absent"
+                f"{self._where}: {len(values)} {name} for {len(self._tokens)} tokens"
             )
-        for merge in self._merges:
-            if len(merge) != 2 or not known.issuperset((*merge, "".join(merge))):
+
+    def _check_ends(self) -> None:
+        for name, adds in self._ends.items():
+            if adds and name not in self._named:
+                where = "begin with BOS" if name == "bos" else "end with EOS"
                 raise CheckpointError(
-                    f"{self._where}: the merge {merge} does not fit the vocabulary"
+                    f"{self._where}: texts {where}, but {name}_token_id is absent"
                 )
 
     @property
@@ -170,25 +234,125 @@ class GGUFTokenizer:
             (directory / "chat_template.jinja").write_text(self._chat_template)
 
     def _build(self) -> Tokenizer:
-        splitter = self._splitter
         vocab = {token: index for index, token in enumerate(self._tokens)}
-        model = models.BPE(vocab=vocab, merges=self._merges, ignore_merges=splitter.whole_words)
-        tokenizer = Tokenizer(model)
-        if splitter.normalizer is not None:
-            tokenizer.normalizer = splitter.normalizer()
-        tokenizer.pre_tokenizer = splitter.build()
-        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer = self._build_bare(vocab, self._merges)
         tokenizer.add_tokens(
             [
-                AddedToken(token, special=kind == CONTROL, normalized=False)
+                AddedToken(token, special=kind != USER_DEFINED, normalized=False)
                 for token, kind in zip(self._tokens, self._types, strict=True)
-                if kind in (CONTROL, USER_DEFINED)
+                if kind in (UNKNOWN, CONTROL, USER_DEFINED)
             ]
         )
-        if self._adds_bos:
-            bos = self._named["bos"]
-            token = self._tokens[bos]
+        ends = {name: self._tokens[self._named[name]] for name, adds in self._ends.items() if adds}
+        if ends:
+            before, after = ([ends[name]] if name in ends else [] for name in ("bos", "eos"))
             tokenizer.post_processor = processors.TemplateProcessing(
-                single=[token, "$A"], pair=[token, "$A", token, "$B"], special_tokens=[(token, bos)]
+                single=[*before, "$A", *after],
+                pair=[*before, "$A", *after, *before, "$B", *after],
+                special_tokens=[(token, vocab[token]) for token in set(ends.values())],
             )
         return tokenizer
+
+
+def _build_byte_level(
+    splitter: Splitter, vocab: dict[str, int], merges: list[tuple[str, str]]
+) -> Tokenizer:
+    """The tokenizer without control tokens and template."""
+    model = models.BPE(vocab=vocab, merges=merges, ignore_merges=splitter.whole_words)
+    tokenizer = Tokenizer(model)
+    if splitter.normalizer is not None:
+        tokenizer.normalizer = splitter.normalizer()
+    tokenizer.pre_tokenizer = splitter.build()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def merges_from_scores(
+    tokens: Sequence[str], types: Sequence[int], scores: Sequence[float], where: str
+) -> list[tuple[str, str]]:
+    """The merges that scores stand for, first the ones that apply first.
+
+    Only normal pieces are made and merged: control, unknown and byte pieces never are, and
+    user-defined ones are cut out of the text beforehand. The file does not say how its vocabulary
+    was trained; it shows in the scores, ranks 0, -1, -2 ... after byte-pair training and
+    logarithms of probabilities in a Unigram model.
+
+    Args:
+        tokens: the pieces.
+        types: their `tokenizer.ggml.token_type`.
+        scores: their scores.
+        where: the file's name, for errors.
+
+    Raises:
+        CheckpointError: scores that are no ranks, as a Unigram model's, or that do not order
+            the merges, or a piece that merging by rank could not make.
+    """
+    normal = {
+        token: score
+        for token, kind, score in zip(tokens, types, scores, strict=True)
+        if kind == NORMAL
+    }
+    _check_scores(normal, where)
+    unused = {token for token, kind in zip(tokens, types, strict=True) if kind == UNUSED}
+    for token in unused:
+        if _splits(token, normal):
+            raise CheckpointError(f"{where}: the unused piece {token!r} takes part in merging")
+    merges: list[tuple[str, str]] = []
+    made_by: dict[float, str] = {}
+    for token in sorted(normal, key=normal.__getitem__, reverse=True):
+        if not (splits := _splits(token, normal)):
+            continue
+        other = made_by.setdefault(normal[token], token)
+        if other != token:
+            raise CheckpointError(
+                f"{where}: the pieces {other!r} and {token!r} have the same score "
+                f"{normal[token]}, so that neither is merged before the other"
+            )
+        merges += splits
+    return merges
+
+
+def _splits(token: str, known: dict[str, float]) -> list[tuple[str, str]]:
+    """Every way to cut a token into two known pieces, the longest left half first."""
+    pairs = ((token[:cut], token[cut:]) for cut in range(len(token) - 1, 0, -1))
+    return [(left, right) for left, right in pairs if left in known and right in known]
+
+
+def _check_scores(normal: dict[str, float], where: str) -> None:
+    for token, score in normal.items():
+        if not float(score).is_integer():  # NaN and infinity are not either
+            raise CheckpointError(
+                f"{where}: the piece {token!r} has the score {score}, wanted a whole number as "
+                "byte-pair training gives; a Unigram model cannot be rebuilt"
+            )
+        if missing := set(token).difference(normal):
+            raise CheckpointError(
+                f"{where}: the piece {token!r} has the character {min(missing)!r}, which is no "
+                "piece of its own"
+            )
+
+
+def _build_sentencepiece(
+    vocab: dict[str, int], merges: list[tuple[str, str]], unknown: str | None, space_prefix: bool
+) -> Tokenizer:
+    """Model, normalizer and decoder; control tokens and the template are left to the caller.
+
+    Args:
+        vocab: pieces and their ids.
+        merges: pairs of pieces in the order in which they apply.
+        unknown: the piece for characters that are no pieces and have no bytes.
+        space_prefix: whether a text begins with a space of its own, which decoding takes off.
+    """
+    model = models.BPE(
+        vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
+    )
+    tokenizer = Tokenizer(model)
+    spaces = normalizers.Replace(" ", _SPACE)
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if space_prefix:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces])
+        steps.append(decoders.Strip(content=" ", left=1))
+    else:
+        tokenizer.normalizer = spaces
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer

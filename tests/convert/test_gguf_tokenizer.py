@@ -142,7 +142,7 @@ def test_chat_template_is_carried_over(tmp_path):
     [
         ({"pre": "made-up"}, "'made-up'"),
         ({"pre": None}, "'pre'"),
-        ({"model": "llama"}, "'llama'"),
+        ({"model": "t5"}, "'t5'"),
         ({"model": None}, "'model'"),
         ({"merges": None}, "merges"),
         ({"tokens": ["a", "a"]}, "twice"),
@@ -151,6 +151,7 @@ def test_chat_template_is_carried_over(tmp_path):
         ({"token_type": [3]}, "1 token types for 300 tokens"),
         ({"bos_token_id": 300}, "bos token id 300"),
         ({"bos_token_id": None, "add_bos_token": True}, "bos_token_id is absent"),
+        ({"eos_token_id": None, "add_eos_token": True}, "eos_token_id is absent"),
     ],
 )
 def test_a_vocabulary_that_cannot_be_rebuilt_is_refused_by_name(tmp_path, fields, named):
