@@ -146,7 +146,9 @@ def step_launcher(
     layout = runner.layout(bucket)
 
     def launch() -> SampleOutputs:
-        packed = pack_inputs(plan, layout, records, (), block_size=block_size)
+        packed = pack_inputs(
+            plan, layout, records, (), positions=sampled_positions(plan), block_size=block_size
+        )
         return runner.launch(bucket, packed, greedy=True)
 
     return launch

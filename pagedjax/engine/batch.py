@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pagedjax.engine.requests import PromptTarget
+from pagedjax.engine.sampling_records import NO_ID
 from pagedjax.engine.step_inputs import DRAWN, UNREPORTED, StepLayout
 from scheduler import StepPlan
 
@@ -22,6 +23,7 @@ def pack_inputs(
     records: np.ndarray,
     targets: Sequence[PromptTarget],
     *,
+    positions: np.ndarray,
     block_size: int,
 ) -> np.ndarray:
     """A fresh packed vector for `layout`, int32; never written again, so the device may alias it.
@@ -31,6 +33,7 @@ def pack_inputs(
         layout: the bucket's layout; its bucket holds the plan.
         records: sampling record of each sampled row.
         targets: rows that predict prompt tokens.
+        positions: `sampled_positions(plan)`, which the caller has needed for the other two.
         block_size: tokens per block.
     """
     packed = np.zeros(layout.size, np.int32)
@@ -52,11 +55,11 @@ def pack_inputs(
     for name in ("temperature", "top_p", "min_p", "top_k", "sample_index"):
         view[name][:rows] = records[name]
     view["seed"][:rows] = records["seed"].view(np.int32)
-    view["position"][:rows] = sampled_positions(plan)
+    view["position"][:rows] = positions
     view["target"][:] = UNREPORTED
     view["target"][:rows][records["reports"]] = DRAWN
     for target in targets:
         view["target"][target.row] = target.token_id
-    view["banned_ids"][:] = np.iinfo(np.int32).max
+    view["banned_ids"][:] = NO_ID
     view["banned_ids"][:rows] = records["stop_ids"]
     return packed

@@ -286,6 +286,7 @@ class Engine:
             self._runner.layout(bucket),
             records,
             targets,
+            positions=positions,
             block_size=self.config.block_size,
         )
         samples = self._runner.launch(bucket, packed, greedy=bool(records["plain"].all()))
