@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.record import record
+from benchmarks.torch_models import hugging_face_model
 
 TOPICS = (
     "the tides", "a steam engine", "how bread rises", "prime numbers", "the colour of the sky",
@@ -63,22 +64,13 @@ def engine_contender(model: Path, tokens: int, texts: list[str], dtype: str) -> 
 def transformers_model(model: Path, dtype: str) -> tuple[Any, Any]:
     """The same weights in transformers: the native checkpoint's, written into its own module."""
     import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoTokenizer
 
     from pagedjax.loading import load_model
 
     loaded = load_model(model, dtype=dtype)
     arch = loaded.arch
-    if arch.family != "llama" or arch.rope.scaling is not None:
-        raise ValueError(f"this benchmark rebuilds plain Llama models only, got {arch.family}")
-    config = LlamaConfig(
-        vocab_size=arch.vocab, hidden_size=arch.embed, intermediate_size=arch.mlp,
-        num_hidden_layers=arch.layers, num_attention_heads=arch.q_heads,
-        num_key_value_heads=arch.kv_heads, head_dim=arch.head_dim, rms_norm_eps=arch.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": arch.rope.theta},
-        max_position_embeddings=arch.max_positions, tie_word_embeddings=arch.tied,
-    )  # fmt: skip
-    module = LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
+    module = hugging_face_model(arch, dtype)
     state = {}
     for name, value in hugging_face_tensors(loaded.params, arch):
         state[name] = torch.from_numpy(np.array(value, np.float32)).to(getattr(torch, dtype))
