@@ -32,6 +32,7 @@ from benchmarks.record import record
 from pallas_kernels import paged_prefill_mosaic as mosaic
 from pallas_kernels import paged_prefill_triton as triton
 from pallas_kernels import prefill_plan
+from pallas_kernels.tuning import triton_prefill_config
 
 Call = Callable[[int], Any]  # runs copy number i of the case
 
@@ -97,7 +98,7 @@ def paged_calls(problem: Problem, backend: str, copies: int) -> Call:
 
     module, tile_rows, alignment = mosaic, mosaic.TILE_ROWS, prefill_plan.ROW_ALIGNMENT
     if backend == "triton":
-        config = triton.default_config(problem.head_dim, 2)
+        config = triton_prefill_config(problem.head_dim, 2)
         module, alignment = triton, 1
         tile_rows = triton.tile_tokens(config, problem.q_heads // problem.kv_heads)
     plan = prefill_plan.plan_prefill(

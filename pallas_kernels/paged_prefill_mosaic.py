@@ -36,14 +36,13 @@ from pallas_kernels.prefill_mosaic_items import (
     CONSUMERS,
     TILE_ROWS,
     WARPGROUP_ROWS,
-    PrefillConfig,
     Refs,
     Shape,
 )
 from pallas_kernels.prefill_mosaic_load import produce, produce_widened
-from pallas_kernels.tuning import core_count
+from pallas_kernels.tuning import MosaicPrefillConfig, mosaic_prefill_config
 
-__all__ = ["TILE_ROWS", "PrefillConfig", "default_config", "paged_prefill_attention"]
+__all__ = ["TILE_ROWS", "paged_prefill_attention"]
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 # Of one-byte pools: the copy engine swizzles rows of at least 32 bytes, and shared memory does not
@@ -55,23 +54,6 @@ BLOCK_SIZES = (16, 32, 64, 128)
 # 168 each, or a warpgroup waits for ever for registers that nobody gives back.
 COPYING_REGISTERS = (24, 240)
 WIDENING_REGISTERS = (72, 216)
-
-
-def default_config(tokens: int, q_heads: int, kv_heads: int, head_dim: int) -> PrefillConfig:
-    """The configuration for a shape outside any tuned table."""
-    small = head_dim <= 128
-    items = -(-tokens // TILE_ROWS) * q_heads
-    blocks = core_count()
-    # Each section of the heads ends a little out of balance: at least 15 rounds in each.
-    sections = 1
-    while kv_heads % (2 * sections) == 0 and items >= 15 * 2 * sections * blocks:
-        sections *= 2
-    return PrefillConfig(
-        block_kv=128 if small else 64,
-        thread_blocks=blocks,
-        head_sections=sections,
-        separate_output=small,
-    )
 
 
 def paged_prefill_attention(
@@ -89,7 +71,7 @@ def paged_prefill_attention(
     return_lse: bool = False,
     single_rows: bool = True,
     plan: jax.Array | None = None,
-    config: PrefillConfig | None = None,
+    config: MosaicPrefillConfig | None = None,
     interpret: Any = None,
 ) -> Any:
     """See `pallas_kernels.paged_prefill_attention` for the semantics; arguments are checked there.
@@ -120,7 +102,7 @@ def paged_prefill_attention(
     kv_heads, block_size = kv_pool.shape[2:4]
     widens = kv_pool.dtype != q.dtype
     _check_supported(q, kv_pool)
-    config = config or default_config(tokens, q_heads, kv_heads, head_dim)
+    config = config or mosaic_prefill_config(tokens, q_heads, kv_heads, head_dim, TILE_ROWS)
     if kv_heads % config.head_sections:
         raise ValueError(f"{config.head_sections=} must divide {kv_heads=}")
     if widens and config.separate_output:  # its place holds the tiles before they are widened

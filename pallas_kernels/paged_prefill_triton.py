@@ -10,7 +10,6 @@ same iteration.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -23,42 +22,11 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import prefill_plan
 from pallas_kernels.decode_merge import power_of_two_parts
+from pallas_kernels.tuning import TritonPrefillConfig, triton_prefill_config
 
 LOG2_E = math.log2(math.e)
 # The running maximum before any key is seen: finite, so that masked scores (-inf) weigh 0.
 LOWEST = -1e30
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillConfig:
-    """Tile sizes of the kernel.
-
-    Attributes:
-        rows: (token, head) pairs of one program; at least the group, rounded up to a power of two.
-        block_kv: keys per iteration.
-        num_warps: warps of one program; 8 for 128 rows, or the accumulators spill.
-        num_stages: tiles of keys in flight.
-    """
-
-    rows: int = 128
-    block_kv: int = 64
-    num_warps: int = 8
-    num_stages: int = 3
-
-    def __post_init__(self) -> None:
-        for name in ("rows", "block_kv"):
-            value = getattr(self, name)
-            if value < 16 or value & (value - 1):
-                raise ValueError(f"{name} must be a power of two of at least 16, got {value}")
-
-
-def default_config(head_dim: int, itemsize: int) -> PrefillConfig:
-    """The configuration for a shape outside any tuned table."""
-    if itemsize > 2:
-        return PrefillConfig(rows=64, block_kv=32, num_warps=4, num_stages=2)
-    if head_dim > 128:
-        return PrefillConfig(block_kv=32, num_stages=2)
-    return PrefillConfig()
 
 
 def paged_prefill_attention(
@@ -76,7 +44,7 @@ def paged_prefill_attention(
     return_lse: bool,
     single_rows: bool = True,
     plan: jax.Array | None = None,
-    config: PrefillConfig | None = None,
+    config: TritonPrefillConfig | None = None,
     interpret: bool = False,
 ) -> Any:
     """See `pallas_kernels.paged_prefill_attention`; every default is filled in by the caller.
@@ -93,7 +61,7 @@ def paged_prefill_attention(
         )
     if head_dim % 16:
         raise NotImplementedError(f"head_dim must be a multiple of 16, got {head_dim}")
-    config = config or default_config(head_dim, q.dtype.itemsize)
+    config = config or triton_prefill_config(head_dim, q.dtype.itemsize)
     if plan is None:
         plan = prefill_plan.plan_prefill_traced(
             seq_lens,
@@ -135,7 +103,7 @@ def paged_prefill_attention(
     return tuple(out) if return_lse else out[0]
 
 
-def tile_tokens(config: PrefillConfig, group: int) -> int:
+def tile_tokens(config: TritonPrefillConfig, group: int) -> int:
     """Tokens of one tile: its rows shared by the heads of a group, rounded up to a power of two."""
     return max(1, config.rows // pl.next_power_of_2(group))
 
@@ -146,7 +114,7 @@ def _prefill_kernel(
     table_ref: Any,
     work_ref: Any,
     *refs: Any,
-    config: PrefillConfig,
+    config: TritonPrefillConfig,
     kv_heads: int,
     scale: float,
     window: int | None,

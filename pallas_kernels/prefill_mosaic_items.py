@@ -9,37 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import prefill_plan as plan
+from pallas_kernels.tuning import MosaicPrefillConfig
 
 WARPGROUP_ROWS = 64  # the M of one wgmma
 CONSUMERS = 2
 TILE_ROWS = CONSUMERS * WARPGROUP_ROWS
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillConfig:
-    """Tile sizes and schedule of the kernel.
-
-    Attributes:
-        block_kv: keys per tile, 64 or 128.
-        stages: tiles of keys (and of values) in flight.
-        thread_blocks: size of the persistent grid, the number of multiprocessors.
-        head_sections: the query heads are worked off in this many equal parts, so that the keys
-            of one part stay in the L2 cache.
-        separate_output: stage the output in its own shared memory instead of the query's; the
-            next item's query can then load while the output is being written.
-    """
-
-    block_kv: int
-    stages: int = 2
-    thread_blocks: int = 132
-    head_sections: int = 1
-    separate_output: bool = True
-
-    def __post_init__(self) -> None:
-        if self.block_kv not in (64, 128):
-            raise ValueError(f"block_kv must be 64 or 128, got {self.block_kv}")
-        if self.stages < 1 or self.thread_blocks < 1 or self.head_sections < 1:
-            raise ValueError(f"stages, thread_blocks and head_sections must be positive: {self}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +31,7 @@ class Shape:
     soft_cap: float | None
     has_sinks: bool
     return_lse: bool
-    config: PrefillConfig
+    config: MosaicPrefillConfig
     interpret: bool
 
     @property
@@ -144,7 +118,7 @@ def num_items(shape: Shape, work_ref: Any) -> Any:
     return rounds + (place < left).astype(jnp.int32)
 
 
-def _place(config: PrefillConfig, turn: Any) -> Any:
+def _place(config: MosaicPrefillConfig, turn: Any) -> Any:
     """This block's place in a round: forwards in even rounds, backwards in odd ones."""
     block = lax.axis_index("block")
     backwards = lax.rem(turn, jnp.int32(2)) == 1

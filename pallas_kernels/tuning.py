@@ -48,6 +48,56 @@ class DecodeConfig:
         return max(1, self.workers // kv_heads)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MosaicPrefillConfig:
+    """Tile sizes and schedule of the Mosaic prefill kernel.
+
+    Attributes:
+        block_kv: keys per tile, 64 or 128.
+        stages: tiles of keys (and of values) in flight.
+        thread_blocks: size of the persistent grid, the number of multiprocessors.
+        head_sections: the query heads are worked off in this many equal parts, so that the keys
+            of one part stay in the L2 cache.
+        separate_output: stage the output in its own shared memory instead of the query's; the
+            next item's query can then load while the output is being written.
+    """
+
+    block_kv: int
+    stages: int = 2
+    thread_blocks: int = 132
+    head_sections: int = 1
+    separate_output: bool = True
+
+    def __post_init__(self) -> None:
+        if self.block_kv not in (64, 128):
+            raise ValueError(f"block_kv must be 64 or 128, got {self.block_kv}")
+        if self.stages < 1 or self.thread_blocks < 1 or self.head_sections < 1:
+            raise ValueError(f"stages, thread_blocks and head_sections must be positive: {self}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TritonPrefillConfig:
+    """Tile sizes of the Triton prefill kernel.
+
+    Attributes:
+        rows: (token, head) pairs of one program; at least the group, rounded up to a power of two.
+        block_kv: keys per iteration.
+        num_warps: warps of one program; 8 for 128 rows, or the accumulators spill.
+        num_stages: tiles of keys in flight.
+    """
+
+    rows: int = 128
+    block_kv: int = 64
+    num_warps: int = 8
+    num_stages: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "block_kv"):
+            value = getattr(self, name)
+            if value < 16 or value & (value - 1):
+                raise ValueError(f"{name} must be a power of two of at least 16, got {value}")
+
+
 def decode_config(
     backend: Backend, q: jax.Array, kv_pool: jax.Array, block_tables: jax.Array
 ) -> DecodeConfig:
@@ -89,6 +139,42 @@ def default_decode_config(
         if stages >= 3:
             break
     return DecodeConfig(tile=tile, stages=max(2, min(stages, 8)), workers=cores)
+
+
+def mosaic_prefill_config(
+    tokens: int, q_heads: int, kv_heads: int, head_dim: int, tile_rows: int
+) -> MosaicPrefillConfig:
+    """Configuration of the Mosaic prefill kernel for a shape.
+
+    Args:
+        tokens: rows of the flat query array.
+        q_heads: query heads.
+        kv_heads: key/value heads.
+        head_dim: width of a head.
+        tile_rows: query rows of one work item.
+    """
+    small = head_dim <= 128
+    items = -(-tokens // tile_rows) * q_heads
+    blocks = core_count()
+    # Each section of the heads ends a little out of balance: at least 15 rounds in each.
+    sections = 1
+    while kv_heads % (2 * sections) == 0 and items >= 15 * 2 * sections * blocks:
+        sections *= 2
+    return MosaicPrefillConfig(
+        block_kv=128 if small else 64,
+        thread_blocks=blocks,
+        head_sections=sections,
+        separate_output=small,
+    )
+
+
+def triton_prefill_config(head_dim: int, itemsize: int) -> TritonPrefillConfig:
+    """Configuration of the Triton prefill kernel for queries of `itemsize` bytes a number."""
+    if itemsize > 2:
+        return TritonPrefillConfig(rows=64, block_kv=32, num_warps=4, num_stages=2)
+    if head_dim > 128:
+        return TritonPrefillConfig(block_kv=32, num_stages=2)
+    return TritonPrefillConfig()
 
 
 def mosaic_fixed_bytes(group: int, head_dim: int, kv_itemsize: int, tile: int) -> int:

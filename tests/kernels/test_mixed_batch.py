@@ -12,7 +12,7 @@ import pallas_kernels
 from pallas_kernels import paged_decode_triton, paged_prefill_triton, prefill_plan, reference
 from pallas_kernels.interpret import lower_for_hopper, mosaic_interpreter
 from pallas_kernels.mixed_batch import attend_mixed_batch
-from pallas_kernels.tuning import DecodeConfig
+from pallas_kernels.tuning import DecodeConfig, MosaicPrefillConfig, TritonPrefillConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Pallas Triton.*:DeprecationWarning")
 
@@ -26,7 +26,7 @@ OPTIONS = {
 TRITON = (
     functools.partial(
         paged_prefill_triton.paged_prefill_attention,
-        config=paged_prefill_triton.PrefillConfig(rows=32, block_kv=32),
+        config=TritonPrefillConfig(rows=32, block_kv=32),
         interpret=True,
     ),
     functools.partial(
@@ -171,7 +171,7 @@ def mosaic_kernels(**prefill_config):
         pytest.skip(str(error))
     from pallas_kernels import paged_decode_mosaic, paged_prefill_mosaic
 
-    config = paged_prefill_mosaic.PrefillConfig(block_kv=64, thread_blocks=2, **prefill_config)
+    config = MosaicPrefillConfig(block_kv=64, thread_blocks=2, **prefill_config)
     return (
         functools.partial(
             paged_prefill_mosaic.paged_prefill_attention, config=config, interpret=interpreter

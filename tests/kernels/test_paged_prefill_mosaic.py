@@ -15,12 +15,13 @@ import pytest
 
 from pallas_kernels import paged_prefill_mosaic as mosaic
 from pallas_kernels.interpret import lower_for_hopper, mosaic_interpreter
+from pallas_kernels.tuning import MosaicPrefillConfig
 
 pytestmark = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"), reason="this JAX has no Mosaic GPU interpreter"
 )
 
-SMALL = mosaic.PrefillConfig(block_kv=64, thread_blocks=2)
+SMALL = MosaicPrefillConfig(block_kv=64, thread_blocks=2)
 
 
 def run(case, *, config=SMALL, **options):

@@ -10,8 +10,9 @@ import pytest
 
 from pallas_kernels import paged_prefill_triton as triton
 from pallas_kernels.interpret import lower_for_hopper
+from pallas_kernels.tuning import TritonPrefillConfig
 
-SMALL = triton.PrefillConfig(rows=32, block_kv=32)
+SMALL = TritonPrefillConfig(rows=32, block_kv=32)
 
 
 def check(case, **options):
