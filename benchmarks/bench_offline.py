@@ -19,11 +19,11 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jax
 
+from benchmarks.random_engine import add_engine_options, exact_length, random_engine
 from benchmarks.record import record
 from benchmarks.request_lists import (
     add_list_options,
@@ -32,9 +32,7 @@ from benchmarks.request_lists import (
     request_lists,
     throughput,
 )
-from benchmarks.shapes import SHAPES, random_model
 from benchmarks.workloads import RequestShape
-from pagedjax import EngineConfig, SamplingParams
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.stats import EngineStats
 
@@ -74,8 +72,7 @@ def serve(
     """
     start = time.perf_counter()
     for index, (shape, prompt) in enumerate(zip(shapes, prompts, strict=True)):
-        params = SamplingParams(temperature=0.0, max_tokens=shape.output_len, ignore_eos=True)
-        engine.add_request(str(index), None, prompt, params)
+        engine.add_request(str(index), None, prompt, exact_length(shape.output_len))
     generated = [0] * len(shapes)
     watch, before = Watch(engine.stats()), time.perf_counter()
     while engine.has_unfinished():
@@ -116,59 +113,22 @@ def figures(engine: Engine, watch: Watch) -> dict[str, Any]:
     }
 
 
-def warm(engine: Engine, vocab: int) -> None:
-    """One short request, so that the first transfers are not part of the run."""
-    serve(engine, [RequestShape(8, 4, 0.0)], [[index % vocab for index in range(8)]])
-
-
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_list_options(parser)
-    parser.add_argument("--shape", choices=SHAPES, default="llama3.1-8b")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--max-num-seqs", type=int)
-    parser.add_argument("--max-num-batched-tokens", type=int)
-    parser.add_argument("--max-prefill-chunk", type=int)
-    parser.add_argument("--max-model-len", type=int, help="default: the longest request's")
-    parser.add_argument("--num-blocks", type=int)
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--memory-fraction", type=float)
-    parser.add_argument("--bucket-growth", type=int)
-    parser.add_argument("--prefix-caching", action="store_true")
-    parser.add_argument("--implementation", help="backend of the paged operations")
-    parser.add_argument("--out", type=Path, help="append the JSON line to this file")
+    add_engine_options(parser)
     return parser
-
-
-def engine_config(args: argparse.Namespace, longest_request: int) -> EngineConfig:
-    """The engine's options, tables no wider than the lists need."""
-    return EngineConfig(
-        dtype=args.dtype, block_size=args.block_size, num_blocks=args.num_blocks,
-        memory_fraction=args.memory_fraction, max_num_seqs=args.max_num_seqs,
-        max_model_len=args.max_model_len or longest_request,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        max_prefill_chunk=args.max_prefill_chunk, bucket_growth=args.bucket_growth,
-        prefix_caching=args.prefix_caching, implementation=args.implementation,
-    )  # fmt: skip
 
 
 def main() -> None:
     args = options().parse_args()
     lists = request_lists(args.requests, args.limit)
-    arch = SHAPES[args.shape]
-    start = time.perf_counter()
-    model = random_model(arch, args.dtype)
-    weights_s = time.perf_counter() - start
-    start = time.perf_counter()
-    engine = Engine(model, None, engine_config(args, max(map(longest, lists.values()))))
-    engine_s = time.perf_counter() - start
-    warm(engine, arch.vocab)
+    engine, started = random_engine(args, max(map(longest, lists.values())))
     for name, shapes in lists.items():
-        seconds, watch = serve(engine, shapes, random_prompts(shapes, arch.vocab))
+        seconds, watch = serve(engine, shapes, random_prompts(shapes, engine.arch.vocab))
         record(
             "offline", f"{args.shape} {args.dtype} {name}", args.out,
-            **throughput(shapes, seconds), **figures(engine, watch),
-            weights_s=round(weights_s, 2), engine_start_s=round(engine_s, 2),
+            **throughput(shapes, seconds), **figures(engine, watch), **started,
             prefix_caching=args.prefix_caching, weights="random",
             xla_flags=os.environ.get("XLA_FLAGS", ""),
         )  # fmt: skip

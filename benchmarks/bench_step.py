@@ -3,6 +3,7 @@
     python -m benchmarks.bench_step --shape llama3.1-8b \\
         --cases 1x1024,8x1024,32x1024,128x1024,32x4000 --out benchmarks/results/step.jsonl
     XLA_FLAGS=--xla_gpu_enable_command_buffer= python -m benchmarks.bench_step ...   (no CUDA graph)
+    python -m benchmarks.bench_step --cases 32x1024 --profile       (kernels by time as well)
     python -m benchmarks.bench_step --shape tiny --dtype float32 --cases 1x64,4x64 --steps 5
 
 Every case is the engine's own compiled step on random weights and random keys and values: greedy,
@@ -32,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.bench_kernels import median_seconds
+from benchmarks.device_profile import profile_device
 from benchmarks.record import record
 from benchmarks.shapes import SHAPES, StepBytes, random_model
 from pagedjax import EngineConfig, SamplingParams
@@ -216,6 +218,23 @@ def measure(
     }  # fmt: skip
 
 
+def profiled(launch: Callable[[], SampleOutputs], steps: int) -> dict[str, Any]:
+    """Idle time with CUDA graphs traced whole, kernels with each traced; see `device_profile`."""
+    steps += 1  # the one that `saturated_seconds` waits for first
+
+    def run() -> None:
+        saturated_seconds(launch, steps - 1)
+
+    whole = profile_device(run, whole_graphs=True).figures(steps)
+    kernels = profile_device(run).figures(steps)
+    return {
+        **kernels,
+        "idle_share": whole["idle_share"],
+        "idle_share_by_kernel": kernels["idle_share"],
+        "device_step_us": whole["profiled_step_us"],
+    }
+
+
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="llama3.1-8b")
@@ -227,6 +246,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--implementation", help="backend of the paged operations")
+    parser.add_argument("--profile", action="store_true", help="add device_profile's figures")
     parser.add_argument("--copy-mib", type=int, help="size of the copy; default 2048, CPU 64")
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file")
     return parser
@@ -264,6 +284,7 @@ def main() -> None:
             context=case.context, steps=args.steps, repeats=args.repeats, block_size=size,
             xla_flags=os.environ.get("XLA_FLAGS", ""), weights="random",
             **measure(launch, moved, copy_rate, args),
+            **(profiled(launch, args.steps) if args.profile else {}),
         )  # fmt: skip
 
 

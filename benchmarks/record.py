@@ -8,8 +8,9 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-Figure = int | float | str | bool | None
+Figure = int | float | str | bool | None | list[dict[str, Any]]
 
 
 def environment() -> dict[str, str]:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import bench_offline, bench_step
+from benchmarks import bench_offline, bench_step, random_engine
 from benchmarks.bench_step import Case
 from benchmarks.request_lists import longest, random_prompts, request_lists, throughput
 from benchmarks.shapes import SHAPES, StepBytes, parameter_count, random_model
@@ -158,7 +158,7 @@ def test_the_offline_benchmark_serves_exact_lengths_and_reports_the_run_alone():
         max_model_len=64, bucket_growth=32, prefix_caching=False,
     )  # fmt: skip
     engine = Engine(random_model(TINY, "float32"), None, config)
-    bench_offline.warm(engine, TINY.vocab)
+    random_engine.warm(engine)
     prompts = random_prompts(shapes, TINY.vocab)
     for _ in range(2):  # the second run's figures are its own too
         before = engine.stats().steps

@@ -16,7 +16,7 @@ FOLDERS = (
     "convert/families",
     "benchmarks",
 )
-HEADING, NEXT_HEADING = "## What is in each file\n\n", "\n## Limits"
+HEADING, ANY_HEADING = "## What is in each file\n\n", "\n## "
 
 
 def source_files(folder: str) -> list[Path]:
@@ -44,8 +44,8 @@ def main() -> None:
     """Replace the list in the README."""
     readme = ROOT / "README.md"
     before, rest = readme.read_text(encoding="utf-8").split(HEADING)
-    _, after = rest.split(NEXT_HEADING)
-    readme.write_text(before + HEADING + section() + NEXT_HEADING + after, encoding="utf-8")
+    _, after = rest.split(ANY_HEADING, 1)
+    readme.write_text(before + HEADING + section() + ANY_HEADING + after, encoding="utf-8")
 
 
 if __name__ == "__main__":
