@@ -30,6 +30,7 @@ class BlockManager:
         self._caching = config.prefix_caching
         self._tables = np.zeros((config.max_num_seqs, config.max_blocks_per_seq), np.int32)
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._copies: list[tuple[int, int]] = []
 
     @property
     def num_free_rows(self) -> int:
@@ -112,6 +113,16 @@ class BlockManager:
         self.pool.forget()
         for seq in running:
             seq.parent = None
+
+    def take_copies(self) -> Int32:
+        """The block copies that the plan being made has to start with.
+
+        Returns:
+            int32[num_copies, 2], source and destination; they are not returned again.
+        """
+        copies = np.array(self._copies, np.int32).reshape(-1, 2)
+        self._copies.clear()
+        return copies
 
     def tables(self, rows: list[int], num_tokens: int) -> Int32:
         """Copy the tables of some rows, none of which holds more than `num_tokens` tokens.

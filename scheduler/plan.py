@@ -51,6 +51,9 @@ class StepPlan:
         token_ids: int32[num_tokens], 0 in the place of a token that is fed on the device.
         block_tables: int32[len(seqs), max_blocks_per_seq], padded with the null block 0; a copy
             that nothing changes later. May already name blocks behind the tokens of this step.
+        copies: int32[num_copies, 2], (source, destination) blocks to copy before anything of the
+            step is written, all sources read before any destination is written. No block is a
+            destination twice. See `BlockManager.fork`.
         starts: int32[len(seqs)], `ScheduledSeq.start`.
         counts: int32[len(seqs)], `ScheduledSeq.num_tokens`.
         sample_counts: int32[len(seqs)], `ScheduledSeq.num_samples`.
@@ -64,6 +67,7 @@ class StepPlan:
     seqs: list[ScheduledSeq]
     token_ids: Int32
     block_tables: Int32
+    copies: Int32
     starts: Int32
     counts: Int32
     sample_counts: Int32

@@ -95,6 +95,7 @@ class StepBuilder:
             seqs=seqs,
             token_ids=np.concatenate(tokens),
             block_tables=blocks.tables(table_rows, int((starts + counts).max())),
+            copies=blocks.take_copies(),
             starts=starts,
             counts=counts,
             sample_counts=sample_counts,

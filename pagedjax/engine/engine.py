@@ -289,6 +289,7 @@ class Engine:
             positions=positions,
             block_size=self.config.block_size,
         )
+        self._runner.copy_blocks(plan.copies)
         samples = self._runner.launch(bucket, packed, greedy=bool(records["plain"].all()))
         self._steps += 1
         return InFlight(plan, samples, targets)

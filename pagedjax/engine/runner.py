@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagedjax.config import EngineConfig
+from pagedjax.engine.block_copies import BlockCopier
 from pagedjax.engine.buckets import Bucket, Buckets
 from pagedjax.engine.kv_pool import KVPool, KVSpec
 from pagedjax.engine.sampler import SampleOutputs
@@ -75,6 +76,10 @@ class ModelRunner:
         device = next(iter(self._params["embed.table"].devices()))
         self._platform: str = device.platform
         self._pool: KVPool = spec.create(device)
+        abstract_pool = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self._pool
+        )
+        self._copier = BlockCopier(abstract_pool, config.max_num_seqs)
         self._drawn = jnp.zeros((config.max_num_seqs,), jnp.int32, device=device)
         self._steps: dict[StepKey, Any] = {}
         self._warm = False
@@ -112,6 +117,7 @@ class ModelRunner:
                 self._steps[key] = step
                 if progress is not None:
                     progress(done, len(missing))
+            list(threads.map(self._copier.compile, self._copier.sizes))
         self._warm = True
 
     def compile(self, key: StepKey) -> Any:
@@ -142,6 +148,18 @@ class ModelRunner:
             abstract((layout.size,), np.int32),
         )
         return traced.compile(_COMPILER_OPTIONS.get(self._platform))
+
+    def copy_blocks(self, copies: np.ndarray) -> None:
+        """Copy blocks of the pool on the device, before the step that is launched next.
+
+        Args:
+            copies: int32[num_copies, 2], source and destination, as `StepPlan.copies`.
+        """
+        if not len(copies):
+            return
+        if not self._copier.is_compiled(len(copies)):
+            self.compiles_after_warmup += self._warm
+        self._pool = self._copier(self._pool, copies)
 
     def launch(self, bucket: Bucket, packed: np.ndarray, *, greedy: bool) -> SampleOutputs:
         """Start a step on the device and return at once.
