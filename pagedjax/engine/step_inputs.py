@@ -5,6 +5,7 @@ int32 vector (floats by their bits) they cost one. `StepLayout` is the single de
 vector: the host writes through its numpy views, the compiled step reads through its slices.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,6 +18,10 @@ from pagedjax.engine.buckets import Bucket
 
 # Ids that a request may ban at once while it is below min_tokens: its end-of-text and stop ids.
 MAX_BANNED_IDS = 16
+
+# Each field of the vector begins at a multiple of this many numbers. XLA hands a kernel its slice
+# without a copy, and Mosaic GPU kernels take no address that is not a multiple of 256 bytes.
+ALIGNMENT = 256 // 4
 
 # Values of `SamplingArrays.target` that are no token.
 DRAWN = -1
@@ -87,8 +92,15 @@ class StepLayout:
     bucket: Bucket
     max_blocks: int
 
+    def _places(self) -> Iterator[tuple[str, slice, tuple[int, ...], bool]]:
+        """Name, place in the vector, shape and whether it is float32, in packed order."""
+        at = 0
+        for name, shape, is_float in self._fields():
+            length = math.prod(shape)
+            yield name, slice(at, at + length), shape, is_float
+            at += -(-length // ALIGNMENT) * ALIGNMENT
+
     def _fields(self) -> Iterator[tuple[str, tuple[int, ...], bool]]:
-        """Name, shape and whether it is float32, in packed order."""
         t, s = self.bucket.tokens, self.bucket.seqs
         for name in ("token_ids", "feed_rows", "positions", "slot_mapping"):
             yield name, (t,), False
@@ -105,25 +117,24 @@ class StepLayout:
     @property
     def size(self) -> int:
         """Length of the vector."""
-        return sum(int(np.prod(shape)) for _, shape, _ in self._fields())
+        *_, (_, last, _, _) = self._places()
+        return last.stop
 
     def views(self, packed: np.ndarray) -> dict[str, np.ndarray]:
         """Writable views into the host's vector, by field name."""
-        views, at = {}, 0
-        for name, shape, is_float in self._fields():
-            end = at + int(np.prod(shape))
-            part = packed[at:end].view(np.float32) if is_float else packed[at:end]
-            views[name], at = part.reshape(shape), end
+        views = {}
+        for name, place, shape, is_float in self._places():
+            part = packed[place]
+            views[name] = (part.view(np.float32) if is_float else part).reshape(shape)
         return views
 
     def unpack(self, packed: Int[Array, " size"]) -> StepInputs:
         """The same fields inside the compiled step."""
-        arrays, at = {}, 0
-        for name, shape, is_float in self._fields():
-            end = at + int(np.prod(shape))
-            part = packed[at:end].reshape(shape)
+        arrays = {}
+        for name, place, shape, is_float in self._places():
+            part = packed[place].reshape(shape)
             if is_float:
                 part = jax.lax.bitcast_convert_type(part, jnp.float32)
-            arrays[name], at = part, end
+            arrays[name] = part
         sampling = {name: arrays.pop(name) for name in SamplingArrays.__dataclass_fields__}
         return StepInputs(**arrays, sampling=SamplingArrays(**sampling))
