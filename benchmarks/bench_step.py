@@ -102,7 +102,8 @@ def decode_plan(case: Case, *, num_blocks: int, block_size: int, max_blocks: int
         seqs=[ScheduledSeq(row, str(row), start, 1, 1, row, row) for row in range(case.batch)],
         token_ids=np.zeros(case.batch, np.int32), block_tables=tables, starts=ones * start,
         counts=ones, sample_counts=ones, feed_rows=rows, num_tokens=case.batch,
-        num_samples=case.batch, num_decodes=case.batch, preempted=(), copies=np.zeros((0, 2), np.int32),
+        num_samples=case.batch, num_decodes=case.batch, preempted=(),
+        copies=np.zeros((0, 2), np.int32),
     )  # fmt: skip
 
 
