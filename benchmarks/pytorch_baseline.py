@@ -1,7 +1,7 @@
 """What a PyTorch user would run: transformers on the same request lists, a decode step by hand.
 
-    python -m benchmarks.pytorch_baseline generate --shape llama2-13b --requests short.json ...
-    python -m benchmarks.pytorch_baseline continuous --shape llama2-13b --requests short.json ...
+    python -m benchmarks.pytorch_baseline generate --shape llama2-13b --workload short mixed
+    python -m benchmarks.pytorch_baseline continuous --shape llama2-13b --workload short mixed
     python -m benchmarks.pytorch_baseline step --shape llama3.1-8b \\
         --cases 1x1024,8x1024,32x1024,128x1024,32x4000 --out benchmarks/results/step.jsonl
     python -m benchmarks.pytorch_baseline generate --shape tiny --dtype float32 --limit 6 --batch 3
@@ -201,7 +201,7 @@ def main() -> None:
         return
     model = torch_models.hugging_face_model(arch, args.dtype)
     run = {"generate": run_generate, "continuous": run_continuous}[args.what]
-    for name, shapes in request_lists(args.requests, args.limit).items():
+    for name, shapes in request_lists(args.workload, args.requests, args.limit).items():
         figures = run(model, shapes, random_prompts(shapes, arch.vocab), args)
         record(
             f"torch_{args.what}", f"{args.shape} {args.dtype} {name}", args.out, **figures,

@@ -1,4 +1,4 @@
-"""A list of requests to serve to the end: from a JSON file or seeded, with random prompts."""
+"""Lists of requests to serve to the end: named, from a JSON file or seeded; random prompts."""
 
 from __future__ import annotations
 
@@ -9,30 +9,36 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.workloads import RequestShape, synthetic
+from benchmarks.workloads import NAMED, RequestShape, synthetic
 
 
 def add_list_options(parser: argparse.ArgumentParser) -> None:
-    """`--requests` and `--limit`."""
+    """`--workload`, `--requests` and `--limit`."""
+    parser.add_argument("--workload", choices=NAMED, nargs="+", default=[], help="named lists")
     parser.add_argument(
         "--requests", type=Path, nargs="+", default=[],
-        help="JSON lists of {prompt_len, output_len}; default: 128 seeded lognormal lengths",
+        help="more lists, as JSON files of {prompt_len, output_len}; without either: 128 seeded "
+        "lognormal lengths",
     )  # fmt: skip
     parser.add_argument("--limit", type=int, help="only the first so many requests of each")
 
 
-def request_lists(paths: Sequence[Path], limit: int | None) -> dict[str, list[RequestShape]]:
+def request_lists(
+    names: Sequence[str], paths: Sequence[Path], limit: int | None
+) -> dict[str, list[RequestShape]]:
     """The lists that the options ask for, by name.
 
     Args:
+        names: of `workloads.NAMED`.
         paths: JSON lists of objects with `prompt_len` and `output_len`, and `arrival_s` or not;
-            none is the seeded default.
+            neither names nor paths is the seeded default.
         limit: how many of the first requests of each to keep; None keeps all.
 
     Raises:
         ValueError: a file holds something else, or no request.
     """
-    lists = {path.stem: read_requests(path)[:limit] for path in paths}
+    lists = {name: NAMED[name]()[:limit] for name in names}
+    lists |= {path.stem: read_requests(path)[:limit] for path in paths}
     for name, shapes in lists.items():
         if not shapes:
             raise ValueError(f"{name}: got no requests, want at least one")

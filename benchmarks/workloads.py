@@ -1,8 +1,12 @@
-"""Request lengths and arrivals, seeded or from a trace file."""
+"""Request lengths and arrivals: named loads, seeded ones, and those of trace files."""
 
 from __future__ import annotations
 
 import csv
+import json
+import math
+import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -93,3 +97,98 @@ def azure_trace(path: Path, count: int | None = None) -> list[RequestShape]:
         arrival = time - rows[0][0] + turn * length_s
         shapes.append(RequestShape(max(prompt_len, 1), max(output_len, 1), arrival))
     return shapes
+
+
+def mooncake_trace(path: Path, count: int | None = None) -> list[RequestShape]:
+    """A Mooncake trace: JSON lines of timestamp (milliseconds), input_length, output_length.
+
+    Source of the format: github.com/kvcache-ai/Mooncake, FAST25-release/traces.
+
+    Args:
+        path: the file.
+        count: how many of its first requests; None: all.
+
+    Raises:
+        ValueError: a field is missing, or there is no row.
+    """
+    shapes = []
+    with path.open() as file:
+        for number, line in enumerate(file):
+            if len(shapes) == count:
+                break
+            row = json.loads(line)
+            fields = [row.get(name) for name in ("timestamp", "input_length", "output_length")]
+            if None in fields:
+                raise ValueError(
+                    f"{path}: got {sorted(row)} in line {number + 1}, want timestamp, "
+                    "input_length and output_length"
+                )
+            arrival_ms, prompt_len, output_len = fields
+            shapes.append(RequestShape(max(prompt_len, 1), max(output_len, 1), arrival_ms / 1e3))
+    if not shapes:
+        raise ValueError(f"{path}: got no requests, want at least one")
+    return shapes
+
+
+def trace(path: Path, count: int | None = None) -> list[RequestShape]:
+    """A trace file, by its ending: `.csv` is Azure's form, `.jsonl` Mooncake's.
+
+    Raises:
+        ValueError: another ending, or `azure_trace` or `mooncake_trace` refuses it.
+    """
+    readers = {".csv": azure_trace, ".jsonl": mooncake_trace}
+    if path.suffix not in readers:
+        raise ValueError(f"{path}: want a trace named .csv or .jsonl, got {path.suffix!r}")
+    return readers[path.suffix](path, count)
+
+
+def _same(count: int, prompt_len: int, output_len: int) -> list[RequestShape]:
+    return [RequestShape(prompt_len, output_len, 0.0)] * count
+
+
+def _mixed() -> list[RequestShape]:
+    """Half short, half long, with spread lengths, shuffled."""
+    rng = random.Random("0-mixed")
+    shapes = []
+    for _ in range(128):
+        shapes.append(RequestShape(rng.randint(64, 192), rng.randint(64, 192), 0.0))
+        shapes.append(RequestShape(rng.randint(1536, 2048), rng.randint(64, 512), 0.0))
+    rng.shuffle(shapes)
+    return shapes
+
+
+def _sharegpt() -> list[RequestShape]:
+    """Lognormal lengths, about those of conversations in ShareGPT."""
+    rng = random.Random("0-sharegpt")
+
+    def length(median: float, sigma: float, most: int) -> int:
+        return min(max(int(rng.lognormvariate(math.log(median), sigma)), 4), most)
+
+    return [RequestShape(length(160, 1.0, 2048), length(190, 0.8, 1024), 0.0) for _ in range(512)]
+
+
+def _nano() -> list[RequestShape]:
+    """The load of nano-vllm's benchmark: lengths uniform in 100 to 1024.
+
+    Its generator also draws the prompts' tokens between their lengths, so these are drawn here too.
+    """
+    rng = random.Random(0)
+    prompts = []
+    for _ in range(256):
+        tokens = rng.randint(100, 1024)
+        for _ in range(tokens):
+            rng.randint(0, 10000)
+        prompts.append(tokens)
+    return [RequestShape(prompt, rng.randint(100, 1024), 0.0) for prompt in prompts]
+
+
+# Loads that others can draw again, all there at the start.
+NAMED: dict[str, Callable[[], list[RequestShape]]] = {
+    "short": lambda: _same(512, 128, 128),
+    "long": lambda: _same(128, 2048, 256),
+    "mixed": _mixed,
+    "sharegpt": _sharegpt,
+    "nano": _nano,
+    "long-context": lambda: _same(8, 32512, 256),
+    "long-prefill": lambda: _same(4, 32768, 1),
+}

@@ -11,9 +11,10 @@ import pytest
 
 from benchmarks import bench_offline, bench_step, random_engine
 from benchmarks.bench_step import Case
+from benchmarks.flops import matmul_flops_per_s, request_flops
 from benchmarks.request_lists import longest, random_prompts, request_lists, throughput
 from benchmarks.shapes import SHAPES, StepBytes, parameter_count, random_model
-from benchmarks.workloads import RequestShape
+from benchmarks.workloads import NAMED, RequestShape
 from pagedjax import EngineConfig
 from pagedjax.engine.engine import Engine
 from pagedjax.models import param_shapes
@@ -66,11 +67,11 @@ def test_a_list_is_read_from_json_and_cut(tmp_path):
     path.write_text(json.dumps([
         {"prompt_len": 3, "output_len": 9, "arrival_s": 0.5}, {"prompt_len": 8, "output_len": 1},
     ]))  # fmt: skip
-    shapes = request_lists([path], None)["mine"]
+    shapes = request_lists([], [path], None)["mine"]
     assert shapes == [RequestShape(3, 9, 0.5), RequestShape(8, 1, 0.0)]
-    assert request_lists([path], 1) == {"mine": shapes[:1]}
+    assert request_lists([], [path], 1) == {"mine": shapes[:1]}
     assert longest(shapes) == 12
-    assert len(request_lists([], 5)["synthetic"]) == 5
+    assert len(request_lists([], [], 5)["synthetic"]) == 5
     assert [len(prompt) for prompt in random_prompts(shapes, 50)] == [3, 8]
     assert random_prompts(shapes, 50) == random_prompts(shapes, 50)
 
@@ -89,7 +90,48 @@ def test_a_file_that_is_no_request_list_is_refused(tmp_path, content, message):
     path = tmp_path / "bad.json"
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=message):
-        request_lists([path], None)
+        request_lists([], [path], None)
+
+
+def test_named_lists_are_those_that_others_measured():
+    """Totals of nano-vllm's load as its authors publish them; the others by their definition."""
+    totals = {
+        name: (len(s), sum(x.prompt_len for x in s), sum(x.output_len for x in s))
+        for name, s in request_lists(list(NAMED), [], None).items()
+    }
+    assert totals["nano"] == (256, 142827, 133966)
+    assert totals["short"] == (512, 512 * 128, 512 * 128)
+    assert totals["long"] == (128, 128 * 2048, 128 * 256)
+    assert totals["long-context"][1] // 8 + 256 == 32768
+    mixed = NAMED["mixed"]()
+    assert (
+        sum(x.prompt_len <= 192 for x in mixed) == sum(x.prompt_len >= 1536 for x in mixed) == 128
+    )
+    assert NAMED["mixed"]() == mixed and NAMED["sharegpt"]() == NAMED["sharegpt"]()
+    assert totals["mixed"][1:] == (245825, 53895)
+    assert totals["sharegpt"][1:] == (127436, 130765)
+
+
+def test_operations_are_counted_by_hand_for_a_tiny_model():
+    """Three positions and two draws of the tiny shape, one matrix after another."""
+    weights = 2 * ((4 + 2 * 2) * 16 * 64 + 64 * 4 * 16 + 2 * 128 * 64 + 64 * 128)
+    norms = 2 * (2 * 64 + 2 * 16) + 64
+    visible = 1 + 2 + 3  # keys that the three queries see
+    wanted = 2 * 3 * (weights + norms) + 2 * 2 * 512 * 64 + visible * 4 * 2 * 4 * 16
+    assert request_flops(TINY, [RequestShape(2, 2, 0.0)]) == wanted
+    assert request_flops(TINY, [RequestShape(2, 2, 0.0)] * 3) == 3 * wanted
+    with pytest.raises(ValueError, match="full attention in every layer"):
+        request_flops(dataclasses.replace(TINY, windows=(None, 8)), [RequestShape(2, 2, 0.0)])
+
+
+def test_a_prompt_of_32k_on_the_8b_shape_takes_738_tera_operations():
+    """6.98 G weights in the layers, twice per position; attention as 32 x 4 x 4096 x n^2 / 2."""
+    flops = request_flops(SHAPES["llama3.1-8b"], [RequestShape(32768, 1, 0.0)])
+    assert flops == pytest.approx(2 * 6.98e9 * 32768 + 32 * 4 * 4096 * 32768**2 / 2, rel=1e-3)
+
+
+def test_the_rate_of_matrix_products_is_measured():
+    assert matmul_flops_per_s(64, "float32") > 1e6
 
 
 def test_rates_count_finished_work_over_time():
@@ -170,8 +212,30 @@ def test_the_offline_benchmark_serves_exact_lengths_and_reports_the_run_alone():
     assert 0 < figures["mean_kv_utilisation"] <= figures["peak_kv_utilisation"] <= 1
     # 2 layers, keys and values, 2 heads of 16, 16 positions, 4 bytes
     assert figures["kv_pool_bytes"] == 5 * 2 * 2 * 2 * 16 * 16 * 4
+    # Two sequences of a model with 4096 positions; 5 blocks of 16 are in use at most.
+    assert figures["contiguous_kv_bytes"] == 2 * 4096 * 2 * 2 * 2 * 16 * 4
+    assert figures["kv_saving"] == pytest.approx(
+        1 - 16 * round(5 * figures["peak_kv_utilisation"]) / (2 * 4096), abs=1e-4
+    )
     assert figures["compiles_after_warmup"] == 0
     assert figures["peak_device_bytes"] is None  # a CPU does not say
+
+
+def test_waste_is_the_share_of_allocated_positions_without_a_token(monkeypatch):
+    """By hand: 20 prompt tokens in two blocks of 16, then one more each step until 31."""
+    monkeypatch.setattr(bench_offline, "WASTE_EVERY", 1)
+    config = EngineConfig(
+        dtype="float32", num_blocks=6, max_num_seqs=1, max_num_batched_tokens=32,
+        max_model_len=64, warm_up=False,
+    )  # fmt: skip
+    engine = Engine(random_model(TINY, "float32"), None, config)
+    shapes = [RequestShape(20, 13, 0.0)]
+    _, watch = bench_offline.serve(engine, shapes, random_prompts(shapes, TINY.vocab))
+    assert watch.slots == [32] * 12
+    assert watch.unused == list(range(12, 0, -1))
+    figures = bench_offline.figures(engine, watch)
+    assert figures["peak_kv_waste"] == 0.375
+    assert figures["mean_kv_waste"] == round(78 / 384, 4)
 
 
 def test_an_output_of_another_length_is_no_measurement():
