@@ -4,6 +4,7 @@ params/                 Orbax tree {dotted name: array}
 arch.json               ArchConfig
 generation_config.json  GenerationDefaults
 tokenizer/              what transformers needs to load the tokenizer; absent if there is none
+kv_maxima.json          calibration of a compressed KV cache; absent until there is one
 manifest.json           format and version, tensors, the source files with their hashes
 """
 
@@ -14,6 +15,7 @@ from pathlib import Path
 FORMAT = "pagedjax-checkpoint"
 FORMAT_VERSION = 1
 MANIFEST, ARCH, GENERATION = "manifest.json", "arch.json", "generation_config.json"
+KV_MAXIMA = "kv_maxima.json"
 PARAMS, TOKENIZER = "params", "tokenizer"
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from scheduler.config import BLOCK_SIZES
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+KV_CACHE_DTYPES = ("auto", "fp8", "int8")
 
 
 def cache_home() -> Path:
@@ -24,8 +25,11 @@ class EngineConfig:
     """Options of `LLM`, `AsyncLLM` and `Engine`.
 
     Attributes:
-        dtype: of weights, activations and KV cache. "auto" is the checkpoint's own on a GPU and
+        dtype: of weights and activations. "auto" is the checkpoint's own on a GPU and
             float32 on a CPU, where bfloat16 arithmetic is emulated and slow.
+        kv_cache_dtype: of the KV cache. "auto" is the dtype of the weights; "fp8" (e4m3) and "int8"
+            hold the keys and values in one byte each, with scales per layer and head
+            (`pagedjax.engine.kv_scales`).
         block_size: tokens per KV block: 16, 32, 64 or 128. Larger blocks mean shorter tables and
             more waste in each sequence's last block.
         num_blocks: blocks of the KV pool, the null block included. None sizes the pool by
@@ -56,6 +60,7 @@ class EngineConfig:
     """
 
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     block_size: int = 16
     num_blocks: int | None = None
     memory_fraction: float | None = None
@@ -74,6 +79,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {DTYPES}, got {self.dtype!r}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(
+                f"kv_cache_dtype must be one of {KV_CACHE_DTYPES}, got {self.kv_cache_dtype!r}"
+            )
         if self.block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {self.block_size}")
         if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:

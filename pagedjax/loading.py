@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import json
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -10,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from convert.checkpoint import Checkpoint, checked_dtype, is_hf_directory, open_checkpoint
-from convert.layout import MANIFEST, PARAMS, is_native
+from convert.layout import KV_MAXIMA, MANIFEST, PARAMS, is_native
 from convert.native_reader import open_native
 from pagedjax.models import ArchConfig, GenerationDefaults
 
@@ -27,12 +30,15 @@ class LoadedModel:
         generation: special ids and sampling defaults of the checkpoint.
         params: `{dotted name: array}` as `pagedjax.models.param_shapes(arch)` lists them.
         tokenizer_dir: directory that transformers loads the tokenizer from, or None.
+        kv_maxima: calibration of a compressed KV cache, float32 `[layers, 2, kv_heads]`, that the
+            checkpoint brings; see `pagedjax.engine.kv_scales`.
     """
 
     arch: ArchConfig
     generation: GenerationDefaults
     params: dict[str, jax.Array]
     tokenizer_dir: Path | None
+    kv_maxima: np.ndarray | None = None
 
 
 def load_model(
@@ -64,6 +70,7 @@ def load_model(
             generation=native.generation,
             params=native.restore(dtype, lambda name: _sharding_of(name, sharding)),
             tokenizer_dir=native.tokenizer_dir,
+            kv_maxima=read_kv_maxima(path, native.arch),
         )
     return _convert_in_memory(_open_foreign(path), dtype, sharding)
 
@@ -78,6 +85,41 @@ def read_arch(path: str | Path) -> ArchConfig:
     if path.is_dir() and is_native(path):
         return open_native(path).arch
     return _open_foreign(path).arch
+
+
+def read_kv_maxima(path: Path, arch: ArchConfig) -> np.ndarray | None:
+    """The calibration in a native checkpoint, or None if it has none.
+
+    Raises:
+        ValueError: it does not fit the architecture.
+    """
+    file = path / KV_MAXIMA
+    if not file.is_file():
+        return None
+    wanted = (arch.layers, 2, arch.kv_heads)
+    try:
+        maxima = np.array(json.loads(file.read_bytes()), np.float32)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{str(file)!r} is no calibration: {error}") from error
+    if maxima.shape != wanted or not np.isfinite(maxima).all() or maxima.min() < 0:
+        raise ValueError(
+            f"{str(file)!r}: wanted finite maxima of shape {wanted}, got shape {maxima.shape} "
+            f"with values {maxima.min(initial=0)} to {maxima.max(initial=0)}"
+        )
+    return maxima
+
+
+def write_kv_maxima(path: Path, maxima: np.ndarray) -> None:
+    """Keep a calibration in a native checkpoint, in place of an earlier one.
+
+    Raises:
+        ValueError: `path` is no native checkpoint.
+    """
+    if not is_native(path):
+        raise ValueError(f"a calibration is kept in a native checkpoint, got {str(path)!r}")
+    draft = path / f"{KV_MAXIMA}.{os.getpid()}"
+    draft.write_text(json.dumps(maxima.tolist()))
+    draft.replace(path / KV_MAXIMA)
 
 
 def _open_foreign(path: Path) -> Checkpoint:

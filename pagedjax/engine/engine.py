@@ -15,6 +15,7 @@ from pagedjax.config import EngineConfig
 from pagedjax.engine.batch import pack_inputs, sampled_positions
 from pagedjax.engine.compilation_cache import enable_compilation_cache
 from pagedjax.engine.kv_pool import blocks_that_fit, kv_spec
+from pagedjax.engine.kv_scales import default_sequences, kv_maxima, scales_for
 from pagedjax.engine.logprobs import HostSamples
 from pagedjax.engine.requests import Completion, LiveRequest, PromptTarget
 from pagedjax.engine.runner import ModelRunner
@@ -80,12 +81,20 @@ class Engine:
         self.tokenizer = tokenizer
         self.generation = model.generation
         self._scheduler = Scheduler(scheduler_config(self.config))
+        self._spec = kv_spec(arch, config, num_blocks=num_blocks, dtype=table.dtype)
+        kv_scales = None
+        if self._spec.is_compressed:
+            maxima = model.kv_maxima
+            if maxima is None:
+                maxima = kv_maxima(arch, model.params, default_sequences(arch.vocab, tokenizer))
+            kv_scales = scales_for(maxima, self._spec.dtype)
         self._runner = ModelRunner(
             arch,
             model.params,
-            kv_spec(arch, config, num_blocks=num_blocks, dtype=table.dtype),
+            self._spec,
             self.config,
             max_blocks_per_seq=self._scheduler.config.max_blocks_per_seq,
+            kv_scales=kv_scales,
         )
         self._records = SamplingRecords()
         self._live: dict[str, LiveRequest] = {}
@@ -218,6 +227,28 @@ class Engine:
             ValueError: a name, shape, dtype or device differs; nothing has changed.
         """
         self._runner.swap_params(params)
+        self._scheduler.reset_prefix_cache()
+
+    def calibrate_kv(self, sequences: Sequence[Sequence[int]]) -> None:
+        """Choose the scales of a compressed KV cache by token sequences of your own.
+
+        The cache is emptied, since what is in it was stored with other scales.
+
+        Args:
+            sequences: token ids, typical of what will be served.
+
+        Raises:
+            ValueError: the cache is not compressed, requests are being served, or there is no
+                token.
+        """
+        if not self._spec.is_compressed:
+            raise ValueError(
+                f"calibration is for kv_cache_dtype fp8 and int8, got {self.config.kv_cache_dtype}"
+            )
+        if self._live:
+            raise ValueError(f"calibration needs an idle engine, got {len(self._live)} requests")
+        maxima = kv_maxima(self.arch, self._runner.params, sequences)
+        self._runner.set_kv_scales(scales_for(maxima, self._spec.dtype))
         self._scheduler.reset_prefix_cache()
 
     def stats(self) -> EngineStats:

@@ -19,6 +19,9 @@ from pagedjax.models.arch import ArchConfig
 # with a layer axis, so that each is updated in place without slicing a larger one.
 KVPool = list[jax.Array]
 
+# What `EngineConfig.kv_cache_dtype` names; "auto" is the dtype of the weights.
+COMPRESSED_DTYPES = {"fp8": np.dtype(jnp.float8_e4m3fn), "int8": np.dtype(np.int8)}
+
 # Where Linux tells a container's memory limit: control groups version 2, then version 1.
 CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -36,7 +39,7 @@ class KVSpec:
         kv_heads: key/value heads.
         block_size: tokens per block.
         head_dim: width of a head.
-        dtype: of keys and values.
+        dtype: of keys and values as they are stored.
     """
 
     layers: int
@@ -52,6 +55,11 @@ class KVSpec:
         return (self.num_blocks, 2, self.kv_heads, self.block_size, self.head_dim)
 
     @property
+    def is_compressed(self) -> bool:
+        """Whether keys and values are stored divided by scales."""
+        return self.dtype in COMPRESSED_DTYPES.values()
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
         per_layer = 2 * self.kv_heads * self.block_size * self.head_dim
@@ -63,14 +71,21 @@ class KVSpec:
 
 
 def kv_spec(arch: ArchConfig, config: EngineConfig, *, num_blocks: int, dtype: np.dtype) -> KVSpec:
-    """The pool of `arch` with `num_blocks` blocks."""
+    """The pool of `arch` with `num_blocks` blocks.
+
+    Args:
+        arch: the model.
+        config: options.
+        num_blocks: blocks, the null block included.
+        dtype: of the weights, and of the pool unless it is compressed.
+    """
     return KVSpec(
         layers=arch.layers,
         num_blocks=num_blocks,
         kv_heads=arch.kv_heads,
         block_size=config.block_size,
         head_dim=arch.head_dim,
-        dtype=dtype,
+        dtype=COMPRESSED_DTYPES.get(config.kv_cache_dtype, np.dtype(dtype)),
     )
 
 
@@ -84,7 +99,7 @@ def blocks_that_fit(arch: ArchConfig, config: EngineConfig, *, dtype: np.dtype, 
     Args:
         arch: the model.
         config: resolved options.
-        dtype: of the KV cache.
+        dtype: of the weights.
         device: the `jax.Device` where the pool will be.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +47,7 @@ class ModelRunner:
         spec: shape of the KV pool, which is created here.
         config: resolved options.
         max_blocks_per_seq: columns of a block table.
+        kv_scales: of each layer, float32 `[2, kv_heads]`, for a compressed pool.
 
     Attributes:
         compiles_after_warmup: steps that had to be compiled after `warm_up`; any is a defect.
@@ -60,6 +61,7 @@ class ModelRunner:
         config: EngineConfig,
         *,
         max_blocks_per_seq: int,
+        kv_scales: Sequence[np.ndarray] | None = None,
     ):
         assert config.max_num_seqs and config.max_num_batched_tokens and config.bucket_growth
         self._params = dict(params)
@@ -80,11 +82,20 @@ class ModelRunner:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self._pool
         )
         self._copier = BlockCopier(abstract_pool, config.max_num_seqs)
+        self._device = device
+        self._kv_scales: list[jax.Array] | None = None
+        if kv_scales is not None:
+            self.set_kv_scales(kv_scales)
         self._drawn = jnp.zeros((config.max_num_seqs,), jnp.int32, device=device)
         self._steps: dict[StepKey, Any] = {}
         self._warm = False
         # On a CPU a step decides for itself what it can leave out (`sampler.sample`).
         self._variants = (False,) if self._platform == "cpu" else (True, False)
+
+    @property
+    def params(self) -> Params:
+        """What the next step computes with."""
+        return self._params
 
     def layout(self, bucket: Bucket) -> StepLayout:
         """How a bucket's inputs are packed."""
@@ -101,6 +112,11 @@ class ModelRunner:
             if old != new:
                 raise ValueError(f"{name}: got {new}, wanted {old}")
         self._params = dict(params)
+
+    def set_kv_scales(self, kv_scales: Sequence[np.ndarray]) -> None:
+        """Write and read a compressed pool with other scales; what it holds loses its meaning."""
+        assert self._spec.is_compressed
+        self._kv_scales = [jax.device_put(scales, self._device) for scales in kv_scales]
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile every step there is, several at a time.
@@ -124,7 +140,13 @@ class ModelRunner:
         """Compile one step for the shapes at hand and their device; the pool is donated."""
         layout = self.layout(key.bucket)
 
-        def step(params: Params, pool: KVPool, drawn: jax.Array, packed: jax.Array):
+        def step(
+            params: Params,
+            pool: KVPool,
+            drawn: jax.Array,
+            packed: jax.Array,
+            kv_scales: list[jax.Array] | None,
+        ):
             return run_step(
                 self._arch,
                 params,
@@ -134,6 +156,7 @@ class ModelRunner:
                 decode=key.bucket.decode,
                 greedy=key.greedy,
                 num_top=min(self._config.max_logprobs, self._arch.vocab),
+                kv_scales=kv_scales,
                 implementation=self._config.implementation,  # type: ignore[arg-type]
             )
 
@@ -146,6 +169,7 @@ class ModelRunner:
             pool,
             abstract(self._drawn.shape, self._drawn.dtype),
             abstract((layout.size,), np.int32),
+            jax.tree.map(lambda x: abstract(x.shape, x.dtype), self._kv_scales),
         )
         return traced.compile(_COMPILER_OPTIONS.get(self._platform))
 
@@ -179,7 +203,7 @@ class ModelRunner:
             self.compiles_after_warmup += self._warm
             self._steps[key] = self.compile(key)
         self._pool, self._drawn, outputs = self._steps[key](
-            self._params, self._pool, self._drawn, packed
+            self._params, self._pool, self._drawn, packed, self._kv_scales
         )
         for array in jax.tree.leaves(outputs):
             array.copy_to_host_async()

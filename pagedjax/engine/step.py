@@ -1,5 +1,6 @@
 """The function XLA sees: one forward pass over the paged cache, and the draw of the next tokens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,7 +18,7 @@ from pallas_kernels import Implementation, paged_decode_attention, paged_prefill
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["pool", "slot_mapping", "block_tables", "seq_lens", "query_start"],
+    data_fields=["pool", "kv_scales", "slot_mapping", "block_tables", "seq_lens", "query_start"],
     meta_fields=["decode", "implementation"],
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,7 @@ class PagedMemory:
 
     Attributes:
         pool: keys and values of all sequences.
+        kv_scales: what a compressed pool's keys (0) and values (1) are divided by; else None.
         slot_mapping: where the step's tokens go.
         block_tables: blocks of each sequence.
         seq_lens: positions of each sequence, the step's tokens included.
@@ -35,6 +37,7 @@ class PagedMemory:
     """
 
     pool: Float[Array, "blocks 2 kv_heads block_size head_dim"]
+    kv_scales: Float[Array, "2 kv_heads"] | None
     slot_mapping: Int[Array, " tokens"]
     block_tables: Int[Array, "seqs max_blocks"]
     seq_lens: Int[Array, " seqs"]
@@ -46,15 +49,13 @@ class PagedMemory:
         self, q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None
     ) -> tuple[jax.Array, "PagedMemory"]:
         """Write the new keys and values into the pool, then attend through the block tables."""
-        backend = self.implementation
-        pool = write_kv(self.pool, k, v, self.slot_mapping, implementation=backend)
+        how = {"kv_scales": self.kv_scales, "implementation": self.implementation}
+        pool = write_kv(self.pool, k, v, self.slot_mapping, **how)
         where = (pool, self.block_tables, self.seq_lens)
         if self.decode:
-            mixed = paged_decode_attention(q, *where, window=window, implementation=backend)
+            mixed = paged_decode_attention(q, *where, window=window, **how)
         else:
-            mixed = paged_prefill_attention(
-                q, *where, self.query_start, window=window, implementation=backend
-            )
+            mixed = paged_prefill_attention(q, *where, self.query_start, window=window, **how)
         return mixed, replace(self, pool=pool)
 
 
@@ -68,6 +69,7 @@ def run_step(
     decode: bool,
     greedy: bool,
     num_top: int,
+    kv_scales: Sequence[Float[Array, "2 kv_heads"]] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[KVPool, Int[Array, " max_seqs"], SampleOutputs]:
     """Advance every sequence of the step by the tokens it has in it. Pure; jit it.
@@ -81,6 +83,7 @@ def run_step(
         decode: every sequence has one token (static).
         greedy: no row needs more than the argmax (static).
         num_top: likeliest tokens whose log-probabilities are reported, unless `greedy` (static).
+        kv_scales: of each layer, for a compressed pool.
         implementation: backend of the paged operations (static).
 
     Returns:
@@ -92,6 +95,7 @@ def run_step(
     memories = [
         PagedMemory(
             pool=layer_pool,
+            kv_scales=layer_scales,
             slot_mapping=inputs.slot_mapping,
             block_tables=inputs.block_tables,
             seq_lens=inputs.seq_lens,
@@ -99,7 +103,7 @@ def run_step(
             decode=decode,
             implementation=implementation,
         )
-        for layer_pool in pool
+        for layer_pool, layer_scales in zip(pool, kv_scales or [None] * len(pool), strict=True)
     ]
     hidden, memories = model.hidden(tokens, inputs.positions, memories)
     logits = model.logits(hidden[inputs.sample_rows])

@@ -1,0 +1,232 @@
+"""fp8 and int8 KV caches against a forward pass that rounds keys and values the same way."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pagedjax.config import EngineConfig
+from pagedjax.engine.kv_pool import COMPRESSED_DTYPES, blocks_that_fit, kv_spec
+from pagedjax.engine.kv_scales import (
+    PIECE_TOKENS,
+    default_sequences,
+    kv_maxima,
+    scales_for,
+)
+from pagedjax.layers.attention import WithinSequence
+from pagedjax.loading import read_kv_maxima, write_kv_maxima
+from pagedjax.models import decoder_from_params
+from pagedjax.sampling_params import SamplingParams
+from tests.support.tiny_engines import (
+    plain_logits,
+    random_prompts,
+    serve,
+    tiny_arch,
+    tiny_engine,
+    tiny_model,
+)
+
+SCORED = SamplingParams(
+    temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=0, prompt_logprobs=0
+)
+LARGEST = {"fp8": 448.0, "int8": 127.0}
+
+
+def rounded(x, scale, kv_cache_dtype):
+    """`x` after storage, by numpy: `[tokens, kv_heads, head_dim]` with a scale per head."""
+    bound = LARGEST[kv_cache_dtype]
+    scaled = np.clip(np.asarray(x) / scale[None, :, None], -bound, bound)
+    if kv_cache_dtype == "fp8":
+        scaled = scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    return np.rint(scaled) * scale[None, :, None] if kv_cache_dtype == "int8" else (
+        scaled * scale[None, :, None]
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RoundedSequence:
+    """The plain forward's memory, with keys and values rounded; runs without jit."""
+
+    scales: np.ndarray
+    kv_cache_dtype: str
+
+    def attend(self, q, k, v, *, window):
+        k = jnp.asarray(rounded(k, self.scales[0], self.kv_cache_dtype), jnp.float32)
+        v = jnp.asarray(rounded(v, self.scales[1], self.kv_cache_dtype), jnp.float32)
+        return WithinSequence().attend(q, k, v, window=window)[0], self
+
+
+jax.tree_util.register_pytree_node(
+    RoundedSequence, lambda m: ((), m), lambda m, _: m
+)  # fmt: skip
+
+
+def rounded_logprobs(model, tokens, kv_cache_dtype, scales):
+    """Log-probability of each token after the first, float32."""
+    decoder = decoder_from_params(model.arch, model.params)
+    memories = [RoundedSequence(one, kv_cache_dtype) for one in scales]
+    ids = jnp.asarray(tokens, jnp.int32)
+    with jax.disable_jit():
+        hidden, _ = decoder.hidden(ids, jnp.arange(len(tokens), dtype=jnp.int32), memories)
+        logprobs = jax.nn.log_softmax(decoder.logits(hidden), axis=-1)
+    return np.asarray(logprobs)[np.arange(len(tokens) - 1), tokens[1:]]
+
+
+def reported(output):
+    entries = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+    return np.array([entry.logprob for entry in entries])
+
+
+def default_scales(model, kv_cache_dtype):
+    maxima = kv_maxima(model.arch, model.params, default_sequences(model.arch.vocab, None))
+    return scales_for(maxima, COMPRESSED_DTYPES[kv_cache_dtype])
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+@pytest.mark.parametrize("windows", [(None, None), (12, None)])
+def test_log_probabilities_are_those_of_rounded_keys_and_values(kv_cache_dtype, windows):
+    model = tiny_model(windows=windows)
+    engine = tiny_engine(model, kv_cache_dtype=kv_cache_dtype, max_prefill_chunk=24)
+    scales = default_scales(model, kv_cache_dtype)
+    plain_differences = []
+    for output in serve(engine, random_prompts([1, 15, 16, 17, 60]), SCORED):
+        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        wanted = rounded_logprobs(model, tokens, kv_cache_dtype, scales)
+        # Float32 sums in another order may tip a value to the neighbouring fp8 or int8 number.
+        np.testing.assert_allclose(reported(output), wanted, atol=5e-3)
+        assert np.median(np.abs(reported(output) - wanted)) < 1e-5
+        logprobs = jax.nn.log_softmax(plain_logits(model, tokens), axis=-1)
+        plain = np.asarray(logprobs)[np.arange(len(tokens) - 1), tokens[1:]]
+        plain_differences.append(np.abs(reported(output) - plain).max())
+    assert 1e-4 < max(plain_differences) < 0.5  # it does round, and not by much
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+def test_a_compressed_pool_holds_twice_the_tokens_in_the_same_bytes(kv_cache_dtype):
+    """Against 16-bit weights; the head counts are SmolLM2's and a larger model's."""
+    for kv_heads, head_dim in ((3, 64), (8, 128)):
+        arch = tiny_arch(kv_heads=kv_heads, q_heads=2 * kv_heads, head_dim=head_dim, layers=2)
+        blocks = []
+        for name in ("auto", kv_cache_dtype):
+            config = EngineConfig(
+                kv_cache_dtype=name, memory_fraction=0.001, max_num_seqs=1 << 20
+            ).resolved(platform="cpu", max_positions=256)
+            dtype = np.dtype(ml_dtypes.bfloat16)
+            blocks.append(blocks_that_fit(arch, config, dtype=dtype, device=jax.devices()[0]))
+            spec = kv_spec(arch, config, num_blocks=3, dtype=dtype)
+            arrays = spec.create(jax.devices()[0])
+            assert sum(array.nbytes for array in arrays) == 3 * spec.block_bytes
+        assert blocks[1] >= 1.9 * blocks[0]
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+def test_values_beyond_the_calibrated_range_are_clamped_and_never_nan(kv_cache_dtype):
+    """OF01: above 464, a plain cast to float8_e4m3fn gives NaN."""
+    model = tiny_model()
+    maxima = np.full((model.arch.layers, 2, model.arch.kv_heads), 1e-4, np.float32)
+    engine = tiny_engine(replace(model, kv_maxima=maxima), kv_cache_dtype=kv_cache_dtype)
+    for output in serve(engine, random_prompts([3, 40]), SCORED):
+        assert np.isfinite(reported(output)).all()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+def test_calibration_follows_the_size_of_keys_and_values(kv_cache_dtype):
+    """OF03: with scales of 1, keys a hundred times larger and tiny values would lose everything."""
+    model = tiny_model()
+    params = dict(model.params)
+    for layer in range(model.arch.layers):
+        name = f"layers.{layer}.attention.qkv"
+        group = model.arch.group
+        qkv = np.array(params[name])
+        qkv[:, :group] /= 100.0
+        qkv[:, group] *= 100.0
+        qkv[:, group + 1] /= 1000.0
+        params[name] = jnp.asarray(qkv)
+        params[f"layers.{layer}.attention.out"] = params[f"layers.{layer}.attention.out"] * 1000.0
+    engine = tiny_engine(replace(model, params=params), kv_cache_dtype=kv_cache_dtype)
+    for output in serve(engine, random_prompts([30, 50]), SCORED):
+        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        logprobs = jax.nn.log_softmax(plain_logits(model, tokens), axis=-1)
+        plain = np.asarray(logprobs)[np.arange(len(tokens) - 1), tokens[1:]]
+        assert np.abs(reported(output) - plain).max() < 0.5
+        assert np.corrcoef(reported(output), plain)[0, 1] > 0.99
+
+
+def test_maxima_are_those_of_every_real_token_and_of_no_padding():
+    model = tiny_model()
+    short, long = random_prompts([5, PIECE_TOKENS + 7])
+    both = kv_maxima(model.arch, model.params, [short, long])
+    parts = [short, long[:PIECE_TOKENS], long[PIECE_TOKENS:]]
+    each = [kv_maxima(model.arch, model.params, [part]) for part in parts]
+    np.testing.assert_array_equal(both, np.max(each, axis=0))
+    # The first layer's values are a product of the normalised embedding, without attention.
+    x = np.asarray(model.params["embed.table"])[short]
+    norm = np.asarray(model.params["layers.0.attention_norm.scale"])
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + model.arch.norm_eps) * norm
+    v = np.einsum("te,kde->tkd", x, np.asarray(model.params["layers.0.attention.qkv"])[:, -1])
+    np.testing.assert_allclose(each[0][0, 1], np.abs(v).max((0, 2)), rtol=1e-5)
+
+
+def test_calibration_without_a_token_or_with_numbers_that_are_not_finite_is_refused():
+    model = tiny_model()
+    with pytest.raises(ValueError, match="at least one token"):
+        kv_maxima(model.arch, model.params, [[], []])
+    broken = dict(model.params)
+    broken["embed.table"] = broken["embed.table"].at[3].set(jnp.nan)
+    with pytest.raises(ValueError, match="not finite at"):
+        kv_maxima(model.arch, broken, [[1, 3]])
+
+
+def test_a_new_calibration_empties_the_cache_and_compiles_nothing():
+    """OF03: what was stored with other scales is never shared."""
+    engine = tiny_engine(kv_cache_dtype="int8")
+    prompt = random_prompts([40])
+    first, again = (serve(engine, prompt, SCORED)[0] for _ in range(2))
+    other = replace(SCORED, prompt_logprobs=None)
+    assert serve(engine, prompt, other)[0].num_cached_tokens == 32
+    serve(engine, random_prompts([40], seed=9), other)
+    steps = len(engine._runner._steps)
+    engine.calibrate_kv(random_prompts([64], seed=5))
+    fresh = serve(engine, prompt, other)[0]
+    assert fresh.num_cached_tokens == 0
+    assert len(engine._runner._steps) == steps
+    assert reported(first).tolist() == reported(again).tolist()
+
+
+def test_calibration_is_refused_where_it_cannot_be():
+    with pytest.raises(ValueError, match="fp8 and int8, got auto"):
+        tiny_engine().calibrate_kv([[1, 2]])
+    engine = tiny_engine(kv_cache_dtype="fp8")
+    engine.add_request("a", None, [1, 2, 3], SCORED)
+    with pytest.raises(ValueError, match="idle engine, got 1 request"):
+        engine.calibrate_kv([[1, 2]])
+    with pytest.raises(ValueError, match=r"kv_cache_dtype must be one of .*'fp4'"):
+        EngineConfig(kv_cache_dtype="fp4")
+
+
+def test_a_checkpoint_keeps_its_calibration(tmp_path):
+    arch = tiny_arch()
+    (tmp_path / "params").mkdir()
+    with pytest.raises(ValueError, match="native checkpoint"):
+        write_kv_maxima(tmp_path, np.ones((2, 2, 2), np.float32))
+    (tmp_path / "manifest.json").write_text("{}")
+    assert read_kv_maxima(tmp_path, arch) is None
+    maxima = np.random.default_rng(0).random((2, 2, 2), np.float32)
+    write_kv_maxima(tmp_path, maxima)
+    np.testing.assert_array_equal(read_kv_maxima(tmp_path, arch), maxima)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "kv_maxima.json", "manifest.json", "params"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1, 2]", '"a"', "{}", "[[[1, 2], [1]]]", "[[[1,2],[1,NaN]],[[1,2],[1,2]]]",
+             "[[[1,2],[1,-1]],[[1,2],[1,2]]]", "[]"],
+)  # fmt: skip
+def test_a_damaged_calibration_is_refused_by_name(tmp_path, text):
+    (tmp_path / "kv_maxima.json").write_text(text)
+    with pytest.raises(ValueError, match=r"kv_maxima\.json"):
+        read_kv_maxima(tmp_path, tiny_arch())
