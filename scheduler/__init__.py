@@ -1,7 +1,8 @@
 """Host-side scheduling over a block-structured KV cache: standard library and numpy only.
 
 In reading order: `request` (what is asked for), `plan` (what a step computes), `scheduler` (who is
-served when), `sequence` (its state of one request), `step_builder` (a step's budgets),
+served when), `sequence` (its state of one request), `siblings` (samples and beams of one prompt),
+`step_builder` (a step's budgets),
 `block_manager` (block tables), `block_pool` (who owns which block), `prefix_index` (which block
 holds what). `invariants` says what is true between any two calls.
 """
@@ -11,9 +12,11 @@ from scheduler.config import BLOCK_SIZES, SchedulerConfig
 from scheduler.plan import ScheduledSeq, SeqUpdate, StepPlan
 from scheduler.request import FinishReason, Request, StopRules
 from scheduler.scheduler import Scheduler
+from scheduler.siblings import BeamChoice
 
 __all__ = [
     "BLOCK_SIZES",
+    "BeamChoice",
     "NULL_BLOCK",
     "BlockPool",
     "FinishReason",

@@ -18,7 +18,13 @@ class BlockManager:
 
     With prefix caching, a full block is indexed once its tokens are known to the host and the
     plan that computes it has been handed out; what another sequence then reads there was written
-    by an earlier step. A sequence is admitted with the blocks of its longest indexed prefix.
+    by an earlier step. A sequence is admitted with the blocks of its longest indexed prefix, or
+    with those that a sibling has written, if these are more.
+
+    Copy-on-write: sequences share blocks by reference, the last one too, which may be partly
+    filled. A sequence writes to a block only while it is the only owner and the index does not
+    offer it; otherwise it gets a copy first, which the next plan carries out (`take_copies`). So
+    of several owners all but the last to write copy.
 
     Args:
         config: sizes of the pool and of the tables.
@@ -31,13 +37,16 @@ class BlockManager:
         self._tables = np.zeros((config.max_num_seqs, config.max_blocks_per_seq), np.int32)
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._copies: list[tuple[int, int]] = []
+        self._epoch = 0
+        self.num_copied = 0
+        """Blocks copied so far because a sequence wrote to one that it shared."""
 
     @property
     def num_free_rows(self) -> int:
         """Sequences that can still be given blocks at the same time."""
         return len(self._free_rows)
 
-    def admit(self, seq: Sequence, *, keep_free: int) -> bool:
+    def admit(self, seq: Sequence, *, keep_free: int, source: Sequence | None = None) -> bool:
         """Give a waiting sequence a row and the blocks of all the tokens it has.
 
         The blocks of its longest cached prefix are shared, and its `num_computed` starts there.
@@ -45,6 +54,8 @@ class BlockManager:
         Args:
             seq: the sequence; it owns no blocks and a row is free.
             keep_free: how many blocks must be free afterwards.
+            source: a running sibling, whose blocks are shared if it has written more of the
+                common prompt than the cache holds.
 
         Returns:
             Whether it was admitted; nothing has changed if not.
@@ -52,20 +63,84 @@ class BlockManager:
         pool = self.pool
         if keep_free >= pool.num_free:  # it needs a block at least, so spare the search
             return False
+        size = self._block_size
         hits = self._find_prefix(seq)
-        num_new = -(-seq.num_tokens // self._block_size) - len(hits)
+        num_computed = len(hits) * size
+        num_shared = 0 if source is None else self.num_shareable(seq, source)
+        if num_shared > num_computed and source is not None:
+            hits = source.blocks[: -(-num_shared // size)]
+            num_computed = num_shared
+        else:
+            source = None
+        has_tail = num_computed % size > 0  # the last block is shared, and written to at once
+        num_new = -(-seq.num_tokens // size) - len(hits)
         num_free_hits = sum(not pool.num_owners(block) for block in hits)
-        if num_new + num_free_hits + keep_free > pool.num_free:
+        if num_new + has_tail + num_free_hits + keep_free > pool.num_free:
             return False
         pool.share(hits)  # before any block is taken, which might evict them
         seq.row = self._free_rows.pop()
         self._append(seq, hits + pool.take(num_new))
-        seq.num_computed = len(hits) * self._block_size
-        seq.num_indexed = len(hits)
-        if self._caching:
-            seq.parent = pool.index.number(hits[-1]) if hits else ROOT
+        seq.num_computed = num_computed
+        seq.epoch = self._epoch
+        if source is not None:
+            self._continue_chain(seq, source)
+        else:
+            seq.num_indexed = len(hits)
+            if self._caching:
+                seq.parent = pool.index.number(hits[-1]) if hits else ROOT
+        if has_tail:
+            self._own(seq, num_computed // size)
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed
+        return True
+
+    def num_shareable(self, seq: Sequence, source: Sequence) -> int:
+        """Tokens of `seq` whose keys and values it may take from a running sibling.
+
+        They are written by an earlier plan, belong to the common prompt, were computed with the
+        present weights, and leave what `_find_prefix` leaves.
+        """
+        if not self.is_current(source) or source.row == NO_ROW:
+            return 0
+        return min(source.num_written, self.num_shareable_at_most(seq))
+
+    def num_shareable_at_most(self, seq: Sequence) -> int:
+        """The same, of a sibling that has written everything."""
+        end = min(len(seq.prompt), seq.num_tokens - 1)
+        return min(end, seq.score_from) if seq.score_from < len(seq.prompt) else end
+
+    def is_current(self, seq: Sequence) -> bool:
+        """Whether a running sequence was admitted after the last reset of the prefix cache."""
+        return seq.epoch == self._epoch
+
+    def share(self, source: Sequence) -> list[int]:
+        """Become one more owner of all the blocks of a sequence, to `fork` it."""
+        self.pool.share(source.blocks)
+        return list(source.blocks)
+
+    def fork(self, seq: Sequence, source: Sequence, blocks: list[int]) -> bool:
+        """Let a sequence go on where another one stands, instead of with blocks of its own.
+
+        Args:
+            seq: the sequence; it keeps its row if it has one.
+            source: another sequence, or a copy of what it was, with all its tokens computed.
+            blocks: what `share` returned for it.
+
+        Returns:
+            Whether `seq` has the blocks now; if no row was left, nobody has.
+        """
+        if seq.row == NO_ROW and not self._free_rows:
+            self.pool.release(reversed(blocks))
+            return False
+        if seq.row == NO_ROW:
+            seq.row = self._free_rows.pop()
+        else:
+            self._clear(seq)
+        self._append(seq, blocks)
+        seq.num_computed = seq.num_written = source.num_computed
+        seq.epoch = source.epoch
+        seq.tail_shared = source.tail_shared = True
+        self._continue_chain(seq, source)
         return True
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
@@ -74,12 +149,22 @@ class BlockManager:
         Returns:
             Whether there is room now; nothing has changed if not.
         """
-        needed = -(-num_tokens // self._block_size) - len(seq.blocks)
-        if needed > self.pool.num_free:
+        needed = max(-(-num_tokens // self._block_size) - len(seq.blocks), 0)
+        tail = seq.num_computed // self._block_size
+        copies = seq.tail_shared and tail < len(seq.blocks) and not self.is_own(seq, tail)
+        if needed + copies > self.pool.num_free:
             return False
-        if needed > 0:
+        if copies:
+            self._own(seq, tail)
+        seq.tail_shared = False
+        if needed:
             self._append(seq, self.pool.take(needed))
         return True
+
+    def is_own(self, seq: Sequence, at: int) -> bool:
+        """Whether nobody else reads or will find the block `at` of a sequence."""
+        block = seq.blocks[at]
+        return self.pool.num_owners(block) == 1 and block not in self.pool.index
 
     def free(self, seq: Sequence) -> None:
         """Take all blocks and the row of a sequence; does nothing if it has none.
@@ -89,12 +174,10 @@ class BlockManager:
         if seq.row == NO_ROW:
             return
         self.index_full_blocks(seq)
-        self.pool.release(reversed(seq.blocks))
-        self._tables[seq.row, : len(seq.blocks)] = 0
+        self._clear(seq)
         self._free_rows.append(seq.row)
         seq.row = NO_ROW
-        seq.blocks = []
-        seq.capacity = 0
+        seq.num_computed = seq.num_written = 0
         seq.parent = None
 
     def index_full_blocks(self, seq: Sequence) -> None:
@@ -105,12 +188,14 @@ class BlockManager:
             return
         full = min(seq.num_computed, seq.num_known) // size
         tokens = seq.known_bytes(seq.num_indexed * size, full * size)
-        seq.parent = self.pool.index.add(seq.blocks[seq.num_indexed : full], seq.parent, tokens)
+        blocks = seq.blocks[seq.num_indexed : full]
+        seq.parent = self.pool.index.add(blocks, seq.parent, tokens, seq.salt)
         seq.num_indexed = full
 
     def reset_prefix_cache(self, running: list[Sequence]) -> None:
         """Forget all content, and never index what the running sequences go on computing."""
         self.pool.forget()
+        self._epoch += 1
         for seq in running:
             seq.parent = None
 
@@ -151,7 +236,33 @@ class BlockManager:
         end = min(seq.num_known, seq.num_tokens - 1)
         if seq.score_from < len(seq.prompt):
             end = min(end, seq.score_from)
-        return self.pool.index.find(seq.known_bytes(0, end))
+        return self.pool.index.find(seq.known_bytes(0, end), seq.salt)
+
+    def _continue_chain(self, seq: Sequence, source: Sequence) -> None:
+        """Let `seq` index its blocks from where `source`, with which it shares them, stands."""
+        if source.num_indexed * self._block_size <= seq.num_computed or source.parent is None:
+            seq.num_indexed, seq.parent = source.num_indexed, source.parent
+        else:  # its blocks are indexed beyond the common ones: find the way again
+            seq.num_indexed, seq.parent = 0, ROOT
+
+    def _own(self, seq: Sequence, at: int) -> None:
+        """Replace a block that others read by a copy, unless it has no other reader left."""
+        if self.is_own(seq, at):
+            return
+        old = seq.blocks[at]
+        (new,) = self.pool.take(1)
+        self._copies.append((old, new))
+        self.num_copied += 1
+        self.pool.release([old])
+        seq.blocks[at] = self._tables[seq.row, at] = new
+
+    def _clear(self, seq: Sequence) -> None:
+        """Give up all blocks of a sequence, the last one to be evicted first."""
+        self.pool.release(reversed(seq.blocks))
+        self._tables[seq.row, : len(seq.blocks)] = 0
+        seq.blocks = []
+        seq.capacity = 0
+        seq.tail_shared = False
 
     def _append(self, seq: Sequence, blocks: list[int]) -> None:
         end = len(seq.blocks) + len(blocks)

@@ -84,9 +84,9 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Become one more owner of each block; the blocks hold content that is in the index."""
+        """Become one more owner of each block; each is owned already, or is in the index."""
         for block in blocks:
-            assert block in self.index, f"block {block} holds nothing to share"
+            assert self._owners[block] or block in self.index, f"block {block} holds nothing"
             if not self._owners[block]:
                 del self._cached[block]
             self._owners[block] += 1

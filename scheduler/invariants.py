@@ -23,6 +23,8 @@ def check(scheduler: Scheduler) -> None:
     for seq in seqs:
         _check_counters(seq)
         _check_content(scheduler, seq)
+        _check_sharing(scheduler, seq)
+    assert not scheduler.blocks.take_copies().size, "a copy is left for the next plan"
     running = [seq.seq_id for seq in seqs if seq.status is Status.RUNNING]
     waiting = [seq.seq_id for seq in seqs if seq.status is Status.WAITING]
     assert len(running) == scheduler.num_running and len(waiting) == scheduler.num_waiting
@@ -68,11 +70,30 @@ def _check_content(scheduler: Scheduler, seq: Sequence) -> None:
     """The blocks of a sequence hold its own tokens as far as the index knows them."""
     size = scheduler.config.block_size
     content = scheduler.blocks.pool.index.contents()
+    full = min(seq.num_computed, seq.num_known) // size
     for at, block in enumerate(seq.blocks):
         if block in content:
-            assert at < seq.num_indexed, "a block is offered before it is full"
+            assert at < full, "a block is offered before it is full"
             tokens = seq.tokens(at * size, (at + 1) * size)
             assert content[block] == tokens.tobytes(), "a block is offered as another one"
+
+
+def _check_sharing(scheduler: Scheduler, seq: Sequence) -> None:
+    """No sequence writes where another one reads, and siblings have their prompt in common."""
+    blocks, size = scheduler.blocks, scheduler.config.block_size
+    assert 0 <= seq.num_written <= seq.num_computed
+    tail = seq.num_computed // size
+    if not seq.tail_shared:
+        for at in range(tail, len(seq.blocks)):
+            assert blocks.is_own(seq, at), "a block that is written to has another reader"
+    for at in range(tail + 1, len(seq.blocks)):
+        assert blocks.is_own(seq, at), "a block is shared before anything is in it"
+    for other in seq.siblings:
+        assert other.prompt is seq.prompt and other.salt == seq.salt
+        assert other.siblings is seq.siblings
+        assert other.status is not Status.FINISHED
+    assert not seq.siblings or seq in seq.siblings
+    assert not seq.held or (seq.request.beam and seq.num_pending == 0)
 
 
 def _check_counters(seq: Sequence) -> None:
@@ -84,7 +105,7 @@ def _check_counters(seq: Sequence) -> None:
             assert seq.num_computed == 0 and not seq.blocks
         case Status.RUNNING:
             assert seq.num_computed <= min(seq.capacity, seq.num_tokens)
-            assert seq.num_computed < seq.limit - 1
+            assert seq.num_computed < seq.limit - (not seq.request.beam)
         case Status.DRAINING:
             assert seq.num_pending and seq.num_tokens == seq.limit and not seq.blocks
         case Status.FINISHED:

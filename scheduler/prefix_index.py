@@ -20,12 +20,15 @@ ROOT = 0
 _NUMBER_BYTES = 8
 
 
-def block_key(parent: int, tokens: bytes) -> bytes:
+def block_key(parent: int, tokens: bytes, salt: bytes) -> bytes:
     """What a full block is indexed under: the content before it, and its own tokens.
 
-    One flat `bytes` remembers its hash and is nothing for the garbage collector to visit.
+    One flat `bytes` remembers its hash and is nothing for the garbage collector to visit. Number
+    and tokens have a fixed width, so the salt behind them makes no two keys look the same. It is
+    part of the first block's key, and of the others' by their number.
     """
-    return parent.to_bytes(_NUMBER_BYTES, "little") + tokens
+    key = parent.to_bytes(_NUMBER_BYTES, "little") + tokens
+    return key + salt if parent == ROOT else key
 
 
 class PrefixIndex:
@@ -55,41 +58,48 @@ class PrefixIndex:
 
     def contents(self) -> dict[int, bytes]:
         """The int32 tokens of every indexed block, as bytes."""
-        return {block: key[_NUMBER_BYTES:] for key, block in self._blocks.items()}
+        end = _NUMBER_BYTES + self._block_bytes
+        return {block: key[_NUMBER_BYTES:end] for key, block in self._blocks.items()}
 
-    def find(self, tokens: bytes) -> list[int]:
+    def find(self, tokens: bytes, salt: bytes = b"") -> list[int]:
         """The blocks that hold the longest indexed prefix of `tokens`, in order.
 
         Only full blocks are ever indexed, so the result covers a multiple of the block size.
 
         Args:
             tokens: int32 token ids from the start of a sequence, as bytes.
+            salt: what the content depends on besides the tokens.
         """
         found: list[int] = []
         parent = ROOT
         for part in self._split(tokens):
-            block = self._blocks.get(block_key(parent, part))
+            block = self._blocks.get(block_key(parent, part, salt))
             if block is None:
                 break
             found.append(block)
             parent = self._numbers[block]
         return found
 
-    def add(self, blocks: Iterable[int], parent: int, tokens: bytes) -> int:
+    def add(self, blocks: Iterable[int], parent: int, tokens: bytes, salt: bytes = b"") -> int:
         """Index full blocks that follow each other, except where a twin is indexed already.
 
+        A block that is indexed behind content which has been evicted since, so that nobody finds
+        it, is indexed anew.
+
         Args:
-            blocks: blocks that are not indexed.
+            blocks: blocks that hold these tokens.
             parent: number of the content before them, ROOT if there is none.
             tokens: their int32 token ids, `len(blocks) * block_size` of them, as bytes.
+            salt: what the content depends on besides the tokens.
 
         Returns:
             The number of the content of the last one, to be the parent of the next block.
         """
         for block, part in zip(blocks, self._split(tokens), strict=True):
-            key = block_key(parent, part)
+            key = block_key(parent, part, salt)
             twin = self._blocks.get(key)
             if twin is None:
+                self.discard(block)
                 parent = self._next_number
                 self._next_number += 1
                 self._blocks[key] = block

@@ -59,9 +59,21 @@ class Request:
         stop: when to end.
         prompt_logprobs: whether logits are wanted at every prompt position, so that each prompt
             token takes one sample row of the step that computes it.
+        cache_salt: what the keys and values depend on besides the tokens, as (kind, value) pairs:
+            an adapter, a tenant, the hash of an image. Prefixes are shared between requests with
+            the same pairs, in any order, and no others.
+        sibling_of: id of a live request with the same prompt and salt, which is then computed
+            once: the sequences share its blocks, and a block that one of them writes to is copied
+            first.
+        beam: the sequence is a beam of a beam search. Its tokens are not taken from the plans
+            but chosen by `Scheduler.choose_beams`, for which it waits after every step. The beams
+            of a search are siblings; those after the first wait until they are chosen.
     """
 
     request_id: str
     prompt_token_ids: AbstractSequence[int] = field(repr=False)
     stop: StopRules
     prompt_logprobs: bool = False
+    cache_salt: tuple[tuple[str, str], ...] = ()
+    sibling_of: str | None = None
+    beam: bool = False

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect, insort
 from collections import deque
-
-import numpy as np
+from collections.abc import Iterable
+from copy import copy
 
 from scheduler.block_manager import BlockManager
 from scheduler.config import SchedulerConfig
 from scheduler.plan import Int32, SeqUpdate, StepPlan
 from scheduler.request import FinishReason, Request
-from scheduler.sequence import Sequence, Status
+from scheduler.request_checks import check_siblings, checked_prompt
+from scheduler.sequence import NO_ROW, Sequence, Status
+from scheduler.siblings import BeamChoice, is_to_wait, source_of
 from scheduler.step_builder import StepBuilder
 
 MAX_PLANS_IN_FLIGHT = 2
@@ -41,6 +44,13 @@ class Scheduler:
     blocks of *all* the tokens it has are free, and gets them at once, so that it cannot run out in
     the middle of its prompt; one percent of the pool stays free for the growth of those that
     already run; and nothing is admitted in a step that preempted.
+
+    Siblings (`Request.sibling_of`) have a prompt in common, which is computed once. Until the
+    first of them has done so the others are passed over, and younger sequences are served.
+
+    Beams wait after every step for `choose_beams`. One that was preempted computes its tokens
+    again while the others wait with their blocks; where these leave no room for it, and nothing
+    else can be done, they give way.
 
     Args:
         config: sizes and budgets.
@@ -109,14 +119,24 @@ class Scheduler:
 
         Raises:
             ValueError: a live request has the same id; the prompt is empty, holds something other
-                than int32 token ids, or leaves no room for an output token.
+                than int32 token ids, or leaves no room for an output token; its sibling is not
+                live, or has another prompt or salt.
         """
         request_id = request.request_id
         if request_id in self._by_request_id:
             raise ValueError(f"request {request_id!r} is still being served: ids must be unique")
-        prompt = self._checked_prompt(request)
+        prompt = checked_prompt(request, self.config)
+        sibling = self._sibling(request, prompt)
+        if sibling is not None:
+            prompt = sibling.prompt
         seq = Sequence(request, prompt, self._next_seq_id, self.max_seq_len)
         self._next_seq_id += 1
+        if sibling is not None:
+            if not sibling.siblings:
+                sibling.siblings.append(sibling)
+            seq.siblings = sibling.siblings
+            seq.siblings.append(seq)
+            seq.held = request.beam
         self._live[seq.seq_id] = self._by_request_id[request_id] = seq
         self._waiting.append(seq)
         return seq.seq_id
@@ -160,6 +180,9 @@ class Scheduler:
         preempted = self._schedule_running(step)
         if not preempted:
             self._admit_waiting(step)
+            while step.is_empty and self._running and not self._in_flight and self._wanting():
+                preempted.append(self._preempt_youngest())
+                self._admit_waiting(step)
         plan = step.build(self.blocks, preempted)
         if plan is not None:
             self._in_flight.append(plan)
@@ -174,7 +197,8 @@ class Scheduler:
             token_ids: int32[plan.num_samples].
 
         Returns:
-            One entry for each sequence of the plan that has a new token and had not ended.
+            One entry for each sequence of the plan that has a new token and had not ended; for a
+            beam that has reached its end and waits for `choose_beams`, one without a token.
 
         Raises:
             ValueError: another plan has to come first, or the number of tokens is wrong.
@@ -190,10 +214,54 @@ class Scheduler:
             seq = self._live.get(planned.seq_id)
             if seq is None:
                 continue
-            if planned.sample_row >= 0:
+            if planned.sample_row >= 0 and seq.request.beam:
+                name, cached = planned.request_id, seq.num_cached_tokens or 0
+                updates.append(SeqUpdate(seq.seq_id, name, [], num_cached_tokens=cached))
+            elif planned.sample_row >= 0:
                 updates.append(self._take_in(seq, tokens[planned.sample_row]))
             self.blocks.index_full_blocks(seq)
         return updates
+
+    def choose_beams(self, choices: Iterable[BeamChoice]) -> None:
+        """Let beams of one search go on, all at once: each as a copy of one of them, and a token.
+
+        A parent is what it was before any of the choices. What a beam shares with its parent is
+        shared by reference; beams without a choice keep waiting.
+
+        Args:
+            choices: at most one for each beam; the parents have computed all their tokens in
+                plans that have been updated, and wait.
+
+        Raises:
+            ValueError: a beam or a parent is not live, does not wait, or is listed twice as a
+                beam; nothing has changed.
+        """
+        choices = list(choices)
+        pairs = [(self._held(c.request_id), self._held(c.parent_id)) for c in choices]
+        if len({seq.seq_id for seq, _ in pairs}) < len(pairs):
+            raise ValueError(f"a beam is chosen for twice in {choices}")
+        before = [copy(parent) for _, parent in pairs]
+        shared = [None if seq is parent else self.blocks.share(parent) for seq, parent in pairs]
+        for choice, (seq, parent), was, blocks in zip(choices, pairs, before, shared, strict=True):
+            if blocks is not None:
+                self._go_on_from(seq, was, blocks)
+                parent.tail_shared = parent.row != NO_ROW
+            seq.outputs.append(choice.token_id)
+            seq.num_known += 1
+            seq.held = False
+
+    def _go_on_from(self, seq: Sequence, was: Sequence, blocks: list[int]) -> None:
+        """Give a beam the tokens and blocks of another one, which was in the state `was`."""
+        if blocks and self.blocks.fork(seq, was, blocks):
+            if seq.status is Status.WAITING:
+                self._waiting.remove(seq)
+                self._run(seq)
+        elif seq.status is Status.RUNNING:  # both compute their tokens again
+            self._running.remove(seq)
+            self.blocks.free(seq)
+            self._queue(seq)
+        seq.outputs = was.outputs[:]
+        seq.num_known = was.num_known
 
     def _take_in(self, seq: Sequence, token: int) -> SeqUpdate:
         """Append a token, and end the sequence if that was its last."""
@@ -222,11 +290,15 @@ class Scheduler:
         index = 0
         while index < len(running):
             seq = running[index]
+            if seq.held:
+                index += 1
+                continue
             count = step.chunk(seq)
             if not count:
                 break
             end = seq.num_computed + count
-            if end <= seq.capacity or self.blocks.grow(seq, end):
+            has_room = end <= seq.capacity and not seq.tail_shared
+            if has_room or self.blocks.grow(seq, end):
                 step.add(seq, count)
                 index += 1
             else:  # the youngest has not been planned in this step: `running` ends with it
@@ -234,25 +306,42 @@ class Scheduler:
         return preempted
 
     def _admit_waiting(self, step: StepBuilder) -> None:
+        passed: list[Sequence] = []
         while self._waiting and self.blocks.num_free_rows:
             seq = self._waiting[0]
+            if is_to_wait(seq, self.blocks):
+                passed.append(self._waiting.popleft())
+                continue
             if not step.chunk(seq):
                 break
-            if not self.blocks.admit(seq, keep_free=self._watermark if self._running else 0):
+            keep_free = self._watermark if self._running else 0
+            if not self.blocks.admit(seq, keep_free=keep_free, source=source_of(seq, self.blocks)):
                 break
             self._waiting.popleft()
-            seq.status = Status.RUNNING
-            self._running.append(seq)
+            self._run(seq)
             step.add(seq, step.chunk(seq))
+        self._waiting.extendleft(reversed(passed))
+
+    def _wanting(self) -> bool:
+        """Whether a waiting sequence has something to compute."""
+        return any(not is_to_wait(seq, self.blocks) for seq in self._waiting)
 
     def _preempt_youngest(self) -> Sequence:
         seq = self._running.pop()
         self.blocks.free(seq)
-        seq.num_computed = 0
-        seq.status = Status.WAITING
-        self._waiting.appendleft(seq)  # older than all that wait, younger than all that run
+        self._queue(seq)
         self._num_preemptions += 1
         return seq
+
+    def _run(self, seq: Sequence) -> None:
+        """Count a sequence that has been given blocks among those that run."""
+        seq.status = Status.RUNNING
+        insort(self._running, seq, key=_arrival)
+
+    def _queue(self, seq: Sequence) -> None:
+        """Let a sequence that has lost its blocks wait in its place among the others."""
+        seq.status = Status.WAITING
+        self._waiting.insert(bisect(self._waiting, seq.seq_id, key=_arrival), seq)
 
     def _drain(self, seqs: list[Sequence]) -> None:
         """Free the blocks of sequences that have planned all they need, for the next plan.
@@ -270,38 +359,27 @@ class Scheduler:
         elif seq.status is Status.WAITING:
             self._waiting.remove(seq)
         self.blocks.free(seq)
+        if seq.siblings:
+            seq.siblings.remove(seq)
         seq.status = Status.FINISHED
         del self._live[seq.seq_id]
         del self._by_request_id[seq.request.request_id]
 
-    def _checked_prompt(self, request: Request) -> Int32:
-        prompt = np.asarray(request.prompt_token_ids)
-        if prompt.ndim != 1 or not prompt.size:
-            raise ValueError(
-                f"request {request.request_id!r}: a prompt is a flat list of at least one token, "
-                f"got shape {prompt.shape}"
-            )
-        if prompt.dtype.kind not in "iu":
-            raise ValueError(
-                f"request {request.request_id!r}: token ids are integers, got {prompt.dtype}"
-            )
-        top = np.iinfo(np.int32).max
-        if prompt.min() < 0 or prompt.max() > top:
-            raise ValueError(
-                f"request {request.request_id!r}: token ids are from 0 to {top}, got "
-                f"{prompt.min()} to {prompt.max()}"
-            )
-        if prompt.size >= self.max_seq_len:
-            config = self.config
-            which = (
-                f"the model's limit of {config.max_model_len} tokens"
-                if config.max_model_len <= config.pool_tokens
-                else f"the KV pool of {config.num_blocks - 1} blocks of {config.block_size} tokens"
-            )
-            raise ValueError(
-                f"request {request.request_id!r}: the prompt has {prompt.size} tokens, at most "
-                f"{self.max_seq_len - 1} leave room for an output token in {which}"
-            )
-        prompt = prompt.astype(np.int32)
-        prompt.flags.writeable = False
-        return prompt
+    def _sibling(self, request: Request, prompt: Int32) -> Sequence | None:
+        """The live sibling of a request that names one."""
+        if request.sibling_of is None:
+            return None
+        sibling = self._by_request_id.get(request.sibling_of)
+        check_siblings(request, prompt, sibling)
+        return sibling
+
+    def _held(self, request_id: str) -> Sequence:
+        """The beam of this name, which waits to be chosen."""
+        seq = self._by_request_id.get(request_id)
+        if seq is None or not seq.held:
+            raise ValueError(f"{request_id!r} is no beam that waits to be chosen")
+        return seq
+
+
+def _arrival(seq: Sequence) -> int:
+    return seq.seq_id

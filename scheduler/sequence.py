@@ -50,37 +50,50 @@ class Sequence:
         num_pending: tokens sampled but not read.
         pending_row: sample row of the newest pending token in its plan.
         num_computed: tokens whose keys and values are in the cache once all plans are done.
+        num_written: the same once all plans but its newest are done; others may read these in
+            the next plan.
         score_from: first prompt position whose sample row is still to be planned; the prompt's
             length if nobody asked for prompt logprobs.
         status: where it stands.
         blocks: its KV blocks in order.
         capacity: tokens that these blocks hold.
         row: its row of the block table.
+        tail_shared: whether the block that it writes to next may have other owners.
         num_indexed: how many of its first blocks were offered to the prefix index.
         parent: number of the content of the last of these in the index; None if its blocks are
             not to be indexed.
+        salt: what its keys and values depend on besides the tokens, as bytes.
+        epoch: how often the prefix cache had been reset when it was admitted.
         num_cached_tokens: prompt tokens that were found in the cache when it was first admitted;
             None before that.
+        siblings: the live sequences of its prompt, itself among them; empty if it is alone.
+        held: a beam whose next token is to be chosen, and which no plan computes before that.
     """
 
     __slots__ = (
         "blocks",
         "capacity",
+        "epoch",
+        "held",
         "limit",
         "num_cached_tokens",
         "num_computed",
         "num_indexed",
         "num_known",
         "num_pending",
+        "num_written",
         "outputs",
         "parent",
         "pending_row",
         "prompt",
         "request",
         "row",
+        "salt",
         "score_from",
         "seq_id",
+        "siblings",
         "status",
+        "tail_shared",
     )
 
     def __init__(self, request: Request, prompt: Int32, seq_id: int, max_seq_len: int) -> None:
@@ -93,14 +106,20 @@ class Sequence:
         self.num_pending = 0
         self.pending_row = NO_ROW
         self.num_computed = 0
+        self.num_written = 0
         self.score_from = 0 if request.prompt_logprobs else len(prompt)
         self.status = Status.WAITING
         self.blocks: list[int] = []
         self.capacity = 0
         self.row = NO_ROW
+        self.tail_shared = False
         self.num_indexed = 0
         self.parent: int | None = None
+        self.salt = repr(sorted(request.cache_salt)).encode() if request.cache_salt else b""
+        self.epoch = 0
         self.num_cached_tokens: int | None = None
+        self.siblings: list[Sequence] = []
+        self.held = False
 
     @property
     def num_tokens(self) -> int:

@@ -28,6 +28,11 @@ class StepBuilder:
         self.ending: list[Sequence] = []
         """Sequences of the step that need no other one."""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no sequence has been planned."""
+        return not (self._decodes or self._chunks)
+
     def chunk(self, seq: Sequence) -> int:
         """How many tokens of a sequence the budgets allow now; 0 means that the step is full."""
         if not self._rows_left:
@@ -65,8 +70,11 @@ class StepBuilder:
             self._chunks.append((seq, planned))
         self._tokens_left -= count
         self._rows_left -= num_samples
+        seq.num_written = start
         seq.num_computed = end
-        if is_last:
+        if is_last and seq.request.beam:
+            seq.held = True
+        elif is_last:
             seq.num_pending += 1
             seq.pending_row = sample_row
             if seq.num_known + seq.num_pending >= seq.limit:

@@ -1,0 +1,50 @@
+"""Sequences of one prompt: whose blocks a waiting one can share; choices of a beam search."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from scheduler.block_manager import BlockManager
+from scheduler.sequence import Sequence, Status
+
+
+class BeamChoice(NamedTuple):
+    """How one beam of a search goes on.
+
+    Attributes:
+        request_id: the beam.
+        parent_id: the beam whose tokens it takes over, itself perhaps.
+        token_id: the token that follows them.
+    """
+
+    request_id: str
+    parent_id: str
+    token_id: int
+
+
+def is_to_wait(seq: Sequence, blocks: BlockManager) -> bool:
+    """Whether a waiting sequence is to be passed over, and younger ones served.
+
+    A beam that has not been chosen has nothing to compute. A sibling that is computing the common
+    prompt will soon share it.
+    """
+    if seq.held:
+        return True
+    if not seq.siblings:
+        return False
+    source = source_of(seq, blocks)
+    have = 0 if source is None else blocks.num_shareable(seq, source)
+    return have < blocks.num_shareable_at_most(seq) and any(
+        other.status is Status.RUNNING and blocks.is_current(other) for other in seq.siblings
+    )
+
+
+def source_of(seq: Sequence, blocks: BlockManager) -> Sequence | None:
+    """The running sibling that has most to share with a waiting sequence; None if none has."""
+    best, most = None, 0
+    for other in seq.siblings:
+        if other.status is Status.RUNNING:
+            have = blocks.num_shareable(seq, other)
+            if have > most:
+                best, most = other, have
+    return best
