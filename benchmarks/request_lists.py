@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.workloads import NAMED, RequestShape, synthetic
+from benchmarks.workloads import NAMED, PIECE, RequestShape, synthetic
 
 
 def add_list_options(parser: argparse.ArgumentParser) -> None:
@@ -66,9 +66,22 @@ def read_requests(path: Path) -> list[RequestShape]:
 
 
 def random_prompts(shapes: Sequence[RequestShape], vocab: int, seed: int = 0) -> list[list[int]]:
-    """Uniformly random token ids, the same ones for every contender."""
+    """Uniformly random token ids, the same ones for every contender.
+
+    Prompts with `RequestShape.pieces` in common have these tokens in common.
+    """
     rng = np.random.default_rng(seed)
-    return [rng.integers(0, vocab, shape.prompt_len).tolist() for shape in shapes]
+    pieces: dict[int, list[int]] = {}
+
+    def tokens(shape: RequestShape) -> list[int]:
+        if not shape.pieces:
+            return rng.integers(0, vocab, shape.prompt_len).tolist()
+        for piece in shape.pieces:
+            if piece not in pieces:
+                pieces[piece] = rng.integers(0, vocab, PIECE).tolist()
+        return [token for piece in shape.pieces for token in pieces[piece]][: shape.prompt_len]
+
+    return list(map(tokens, shapes))
 
 
 def longest(shapes: Sequence[RequestShape]) -> int:

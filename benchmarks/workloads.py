@@ -13,14 +13,25 @@ from pathlib import Path
 
 import numpy as np
 
+PIECE = 512  # tokens of a prompt that share an id in Mooncake's traces
+
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
-    """Lengths in tokens, and the arrival in seconds after the first one."""
+    """What a request is, but for its tokens.
+
+    Attributes:
+        prompt_len: tokens.
+        output_len: tokens.
+        arrival_s: seconds after the first request.
+        pieces: an id for every `PIECE` tokens of the prompt; where requests agree in ids from the
+            start on, they agree in tokens. Empty: nothing in common with others.
+    """
 
     prompt_len: int
     output_len: int
     arrival_s: float
+    pieces: tuple[int, ...] = ()
 
 
 def synthetic(
@@ -100,7 +111,7 @@ def azure_trace(path: Path, count: int | None = None) -> list[RequestShape]:
 
 
 def mooncake_trace(path: Path, count: int | None = None) -> list[RequestShape]:
-    """A Mooncake trace: JSON lines of timestamp (milliseconds), input_length, output_length.
+    """A Mooncake trace: JSON lines of timestamp (milliseconds), lengths, and ids of prompt pieces.
 
     Source of the format: github.com/kvcache-ai/Mooncake, FAST25-release/traces.
 
@@ -117,14 +128,18 @@ def mooncake_trace(path: Path, count: int | None = None) -> list[RequestShape]:
             if len(shapes) == count:
                 break
             row = json.loads(line)
-            fields = [row.get(name) for name in ("timestamp", "input_length", "output_length")]
-            if None in fields:
+            wanted = ("timestamp", "input_length", "output_length", "hash_ids")
+            if not set(wanted) <= set(row):
+                raise ValueError(f"{path}: got {sorted(row)} in line {number + 1}, want {wanted}")
+            arrival_ms, prompt_len, output_len, pieces = (row[name] for name in wanted)
+            if len(pieces) != -(-prompt_len // PIECE):
                 raise ValueError(
-                    f"{path}: got {sorted(row)} in line {number + 1}, want timestamp, "
-                    "input_length and output_length"
+                    f"{path}: got {len(pieces)} ids for {prompt_len} tokens in line {number + 1}, "
+                    f"want one for every {PIECE}"
                 )
-            arrival_ms, prompt_len, output_len = fields
-            shapes.append(RequestShape(max(prompt_len, 1), max(output_len, 1), arrival_ms / 1e3))
+            shapes.append(
+                RequestShape(prompt_len, max(output_len, 1), arrival_ms / 1e3, tuple(pieces))
+            )
     if not shapes:
         raise ValueError(f"{path}: got no requests, want at least one")
     return shapes
