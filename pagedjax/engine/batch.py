@@ -26,7 +26,7 @@ def pack_inputs(
     positions: np.ndarray,
     block_size: int,
 ) -> np.ndarray:
-    """A fresh packed vector for `layout`, int32; never written again, so the device may alias it.
+    """A fresh vector for `layout`, int32, sealed; never written again, so the device may alias it.
 
     Args:
         plan: what to compute.
@@ -62,4 +62,4 @@ def pack_inputs(
         view["target"][target.row] = target.token_id
     view["banned_ids"][:] = NO_ID
     view["banned_ids"][:rows] = records["stop_ids"]
-    return packed
+    return layout.sealed(packed)

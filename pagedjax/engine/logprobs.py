@@ -15,22 +15,24 @@ class HostSamples:
     """`SampleOutputs` as numpy arrays."""
 
     token_ids: np.ndarray
-    logprob: np.ndarray
-    top_ids: np.ndarray
-    top_logprobs: np.ndarray
+    logprob: np.ndarray | None
+    top_ids: np.ndarray | None
+    top_logprobs: np.ndarray | None
 
     @classmethod
     def read(cls, outputs: SampleOutputs) -> HostSamples:
         """Wait for the device and take its arrays."""
-        return cls(
-            np.asarray(outputs.token_ids),
-            np.asarray(outputs.logprob),
-            np.asarray(outputs.top_ids),
-            np.asarray(outputs.top_logprobs),
-        )
+        fields = (outputs.token_ids, outputs.logprob, outputs.top_ids, outputs.top_logprobs)
+        return cls(*(None if field is None else np.asarray(field) for field in fields))
 
     def logprobs_at(self, row: int, token_id: int, num_top: int) -> TokenLogprobs:
-        """What the model thought at a sampled row, about `token_id` and its likeliest tokens."""
+        """What the model thought at a sampled row, about `token_id` and its likeliest tokens.
+
+        Not after a greedy step, which reports nothing.
+        """
+        assert self.logprob is not None
+        assert self.top_ids is not None
+        assert self.top_logprobs is not None
         ids = self.top_ids[row, :num_top].tolist()
         values = self.top_logprobs[row, :num_top].tolist()
         return TokenLogprobs(

@@ -137,7 +137,11 @@ class ModelRunner:
         self._warm = True
 
     def compile(self, key: StepKey) -> Any:
-        """Compile one step for the shapes at hand and their device; the pool is donated."""
+        """Compile one step for the shapes at hand and their device.
+
+        The pool is donated, and so are the drawn tokens: what keeps its address from launch to
+        launch does not make the driver update the captured CUDA graph.
+        """
         layout = self.layout(key.bucket)
 
         def step(
@@ -164,7 +168,7 @@ class ModelRunner:
         abstract = functools.partial(jax.ShapeDtypeStruct, sharding=where)
         pool = [abstract(self._spec.layer_shape, self._spec.dtype)] * self._spec.layers
         params = {name: abstract(x.shape, x.dtype) for name, x in self._params.items()}
-        traced = jax.jit(step, donate_argnums=(1,)).lower(
+        traced = jax.jit(step, donate_argnums=(1, 2)).lower(
             params,
             pool,
             abstract(self._drawn.shape, self._drawn.dtype),

@@ -28,15 +28,15 @@ class SampleOutputs:
     Attributes:
         token_ids: the drawn tokens.
         logprob: natural log-probability of the row's target token, raw distribution, float32;
-            without meaning where nobody asked.
-        top_ids: ids of the likeliest tokens, best first; no columns in a greedy step.
+            without meaning where nobody asked. None in a greedy step, as the following.
+        top_ids: ids of the likeliest tokens, best first.
         top_logprobs: their log-probabilities.
     """
 
     token_ids: Int[Array, " rows"]
-    logprob: Float[Array, " rows"]
-    top_ids: Int[Array, "rows top"]
-    top_logprobs: Float[Array, "rows top"]
+    logprob: Float[Array, " rows"] | None = None
+    top_ids: Int[Array, "rows top"] | None = None
+    top_logprobs: Float[Array, "rows top"] | None = None
 
 
 def sample(
@@ -52,12 +52,7 @@ def sample(
     """
     rows = logits.shape[0]
     if greedy:
-        return SampleOutputs(
-            token_ids=jnp.argmax(logits, axis=-1).astype(jnp.int32),
-            logprob=jnp.zeros((rows,), jnp.float32),
-            top_ids=jnp.zeros((rows, 0), jnp.int32),
-            top_logprobs=jnp.zeros((rows, 0), jnp.float32),
-        )
+        return SampleOutputs(token_ids=jnp.argmax(logits, axis=-1).astype(jnp.int32))
     token_ids = _where_needed(
         jnp.any((how.temperature >= MIN_TEMPERATURE) | (how.banned_ids[:, 0] < logits.shape[1])),
         lambda: _draw(_ban(logits, how.banned_ids), how),

@@ -3,6 +3,10 @@
 A step takes a dozen small arrays. Sent one by one each would cost a transfer; packed into one
 int32 vector (floats by their bits) they cost one. `StepLayout` is the single description of that
 vector: the host writes through its numpy views, the compiled step reads through its slices.
+
+The vector travels with all its bits flipped, so that the step has to compute its inputs instead
+of handing slices of the argument to its kernels. The argument has another address at each launch,
+and every node of a captured CUDA graph that reads it has to be updated then: now that is one.
 """
 
 import math
@@ -121,15 +125,21 @@ class StepLayout:
         return last.stop
 
     def views(self, packed: np.ndarray) -> dict[str, np.ndarray]:
-        """Writable views into the host's vector, by field name."""
+        """Writable views into the host's vector, by field name; `sealed` before it travels."""
         views = {}
         for name, place, shape, is_float in self._places():
             part = packed[place]
             views[name] = (part.view(np.float32) if is_float else part).reshape(shape)
         return views
 
+    @staticmethod
+    def sealed(packed: np.ndarray) -> np.ndarray:
+        """Flip all bits of the host's vector, in place."""
+        return np.invert(packed, out=packed)
+
     def unpack(self, packed: Int[Array, " size"]) -> StepInputs:
-        """The same fields inside the compiled step."""
+        """The same fields inside the compiled step, from a sealed vector."""
+        packed = ~packed
         arrays = {}
         for name, place, shape, is_float in self._places():
             part = packed[place].reshape(shape)

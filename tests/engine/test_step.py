@@ -52,7 +52,7 @@ def test_packed_fields_arrive_where_they_were_written():
     start = packed.__array_interface__["data"][0]
     for name, view in layout.views(packed).items():  # what Mosaic GPU kernels ask of an address
         assert (view.__array_interface__["data"][0] - start) % 256 == 0, name
-    inputs = jax.jit(layout.unpack)(jnp.asarray(packed))
+    inputs = jax.jit(layout.unpack)(jnp.asarray(layout.sealed(packed)))
     for name, value in written.items():
         home = inputs if hasattr(inputs, name) else inputs.sampling
         assert (np.asarray(getattr(home, name)) == value).all(), name
