@@ -124,6 +124,18 @@ class LLM:
         conversations = conversation_list(messages)
         return self._deltas(self._requests(conversations, self._frontend.chat_tokens, params))
 
+    def calibrate_kv(self, prompts: Prompt | Sequence[Prompt]) -> None:
+        """Choose the scales of a compressed KV cache by prompts of your own; empties the cache.
+
+        Args:
+            prompts: text or token ids, typical of what will be served.
+
+        Raises:
+            ValueError: the cache is not compressed, a stream is open, or `prompts` are not usable.
+        """
+        sequences = [self._frontend.tokens(prompt)[1] for prompt in prompt_list(prompts)]
+        self.engine.calibrate_kv(sequences)
+
     def _requests(
         self, prompts: list[Any], tokens: Any, params: Params
     ) -> list[tuple[Any, Any, SamplingParams]]:

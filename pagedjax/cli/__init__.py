@@ -1,4 +1,4 @@
-"""The command line: `pagedjax convert | generate | chat | info | demo`.
+"""The command line: `pagedjax convert | generate | chat | info | calibrate | demo`.
 
 Exit codes: 0 all is well, 1 something failed (for `generate`, also any single request), 2 bad
 input, 130 interrupted. Results go to standard output, progress and errors to standard error.
@@ -6,6 +6,7 @@ input, 130 interrupted. Results go to standard output, progress and errors to st
 
 import typer
 
+from pagedjax.cli.calibrate import calibrate
 from pagedjax.cli.chat import chat
 from pagedjax.cli.convert import convert
 from pagedjax.cli.demo import demo
@@ -19,5 +20,5 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for command in (convert, generate, chat, info, demo):
+for command in (convert, generate, chat, info, calibrate, demo):
     app.command()(command)

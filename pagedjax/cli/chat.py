@@ -32,6 +32,7 @@ def chat(
     seed: opt.Seed = None,
     stop: opt.Stop = None,
     dtype: opt.Dtype = "auto",
+    kv_cache_dtype: opt.KVCacheDtype = "auto",
     block_size: opt.BlockSize = 16,
     num_blocks: opt.NumBlocks = None,
     memory_fraction: opt.MemoryFraction = None,
@@ -51,6 +52,7 @@ def chat(
     llm = LLM(
         model,
         dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
         block_size=block_size,
         num_blocks=num_blocks,
         memory_fraction=memory_fraction,

@@ -48,6 +48,7 @@ def generate(
         int | None, typer.Option(help="Alternatives per token to report, 0 to 20; needs --json.")
     ] = None,
     dtype: opt.Dtype = "auto",
+    kv_cache_dtype: opt.KVCacheDtype = "auto",
     block_size: opt.BlockSize = 16,
     num_blocks: opt.NumBlocks = None,
     memory_fraction: opt.MemoryFraction = None,
@@ -69,6 +70,7 @@ def generate(
     texts = read_prompts(prompts or [], file)
     engine = opt.given(
         dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
         block_size=block_size,
         num_blocks=num_blocks,
         memory_fraction=memory_fraction,

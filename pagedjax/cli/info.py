@@ -14,6 +14,7 @@ from pagedjax.cli import options as opt
 from pagedjax.cli.errors import reports_errors
 
 if TYPE_CHECKING:
+    from pagedjax.config import EngineConfig
     from pagedjax.models.arch import ArchConfig
 
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 def info(
     model: opt.Model,
     dtype: opt.Dtype = "auto",
+    kv_cache_dtype: opt.KVCacheDtype = "auto",
     block_size: opt.BlockSize = 16,
     memory_fraction: opt.MemoryFraction = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -29,11 +31,18 @@ def info(
 
     Example: `pagedjax info ./llama-1b`
     """
+    from pagedjax.config import EngineConfig
     from pagedjax.loading import read_arch
 
     arch = read_arch(model)
     facts = architecture(arch) | capacity(
-        arch, dtype=dtype, block_size=block_size, memory_fraction=memory_fraction
+        arch,
+        EngineConfig(
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            block_size=block_size,
+            memory_fraction=memory_fraction,
+        ),
     )
     if as_json:
         typer.echo(json.dumps(facts, allow_nan=False))
@@ -67,35 +76,31 @@ def architecture(arch: ArchConfig) -> dict[str, Any]:
     }
 
 
-def capacity(
-    arch: ArchConfig, *, dtype: str, block_size: int, memory_fraction: float | None
-) -> dict[str, Any]:
+def capacity(arch: ArchConfig, config: EngineConfig) -> dict[str, Any]:
     """What an engine with these options would hold on this machine's first device."""
     import jax
 
-    from pagedjax.config import EngineConfig
     from pagedjax.engine.kv_pool import blocks_that_fit, kv_spec
     from pagedjax.frontend import weights_dtype
 
     device = jax.devices()[0]
-    config = EngineConfig(dtype=dtype, block_size=block_size, memory_fraction=memory_fraction)
     config = config.resolved(platform=device.platform, max_positions=arch.max_positions)
-    kv_dtype = jax.numpy.dtype(weights_dtype(dtype) or "bfloat16")
+    dtype = jax.numpy.dtype(weights_dtype(config.dtype) or "bfloat16")
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats is not None and config.memory_fraction is not None:
         # The engine finds the weights on the device; here they still have to be counted.
-        weights = architecture(arch)["parameters"] * kv_dtype.itemsize
+        weights = architecture(arch)["parameters"] * dtype.itemsize
         share = config.memory_fraction - weights / stats["bytes_limit"]
         if share <= 0:
             raise ValueError(f"weights of {weights:,} bytes do not fit the device's memory")
         config = dataclasses.replace(config, memory_fraction=share)
-    blocks = blocks_that_fit(arch, config, dtype=kv_dtype, device=device)
-    spec = kv_spec(arch, config, num_blocks=blocks, dtype=kv_dtype)
+    blocks = blocks_that_fit(arch, config, dtype=dtype, device=device)
+    spec = kv_spec(arch, config, num_blocks=blocks, dtype=dtype)
     return {
         "device": f"{device.platform}, {device.device_kind}",
-        "kv_dtype": kv_dtype.name,
-        "kv_bytes_per_token": arch.kv_elements_per_token * kv_dtype.itemsize,
+        "kv_dtype": spec.dtype.name,
+        "kv_bytes_per_token": spec.block_bytes // spec.block_size,
         "kv_blocks": blocks - 1,
         "kv_pool_bytes": spec.block_bytes * blocks,
-        "tokens_that_fit": (blocks - 1) * block_size,
+        "tokens_that_fit": (blocks - 1) * spec.block_size,
     }

@@ -21,7 +21,10 @@ Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; repeatable.")]
 
 Dtype = Annotated[
-    str, typer.Option(help="Of weights and KV cache: auto, bfloat16, float16 or float32.")
+    str, typer.Option(help="Of weights and activations: auto, bfloat16, float16 or float32.")
+]
+KVCacheDtype = Annotated[
+    str, typer.Option(help="Of the KV cache: auto (as the weights), fp8 or int8: twice the tokens.")
 ]
 BlockSize = Annotated[int, typer.Option(help="Tokens per KV block: 16, 32, 64 or 128.")]
 NumBlocks = Annotated[int | None, typer.Option(help="KV blocks; default: as memory allows.")]

@@ -81,17 +81,17 @@ class Engine:
         self.tokenizer = tokenizer
         self.generation = model.generation
         self._scheduler = Scheduler(scheduler_config(self.config))
-        self._spec = kv_spec(arch, config, num_blocks=num_blocks, dtype=table.dtype)
+        self.kv_spec = kv_spec(arch, config, num_blocks=num_blocks, dtype=table.dtype)
         kv_scales = None
-        if self._spec.is_compressed:
+        if self.kv_spec.is_compressed:
             maxima = model.kv_maxima
             if maxima is None:
                 maxima = kv_maxima(arch, model.params, default_sequences(arch.vocab, tokenizer))
-            kv_scales = scales_for(maxima, self._spec.dtype)
+            kv_scales = scales_for(maxima, self.kv_spec.dtype)
         self._runner = ModelRunner(
             arch,
             model.params,
-            self._spec,
+            self.kv_spec,
             self.config,
             max_blocks_per_seq=self._scheduler.config.max_blocks_per_seq,
             kv_scales=kv_scales,
@@ -241,14 +241,14 @@ class Engine:
             ValueError: the cache is not compressed, requests are being served, or there is no
                 token.
         """
-        if not self._spec.is_compressed:
+        if not self.kv_spec.is_compressed:
             raise ValueError(
                 f"calibration is for kv_cache_dtype fp8 and int8, got {self.config.kv_cache_dtype}"
             )
         if self._live:
             raise ValueError(f"calibration needs an idle engine, got {len(self._live)} requests")
         maxima = kv_maxima(self.arch, self._runner.params, sequences)
-        self._runner.set_kv_scales(scales_for(maxima, self._spec.dtype))
+        self._runner.set_kv_scales(scales_for(maxima, self.kv_spec.dtype))
         self._scheduler.reset_prefix_cache()
 
     def stats(self) -> EngineStats:

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -13,12 +14,14 @@ from pagedjax.cli.jsonl import json_line
 from pagedjax.cli.terminal import LiveAnswers, OrderedAnswers
 from pagedjax.config import EngineConfig
 from pagedjax.engine.kv_pool import step_activation_bytes
+from pagedjax.engine.kv_scales import kv_maxima, scales_for
 from pagedjax.llm import LLM
-from pagedjax.loading import read_arch
+from pagedjax.loading import load_model, read_arch
 from pagedjax.outputs import CompletionOutput, RequestOutput, Timings, TokenLogprobs
+from pagedjax.tokenizer import Tokenizer
 from tests.support.echo_engine import EchoEngine
 
-COMMANDS = ["convert", "generate", "chat", "info", "demo"]
+COMMANDS = ["convert", "generate", "chat", "info", "calibrate", "demo"]
 
 
 @pytest.fixture
@@ -274,6 +277,45 @@ def test_info_on_a_gpu_leaves_room_for_the_weights(tiny_native, monkeypatch):
     assert facts["kv_blocks"] + 1 == left // (16 * facts["kv_bytes_per_token"])
     monkeypatch.setattr(Gpu, "memory_stats", lambda _: {"bytes_limit": 100, "bytes_in_use": 0})
     assert "do not fit" in pagedjax(*arguments).stderr
+
+
+def test_info_counts_a_compressed_cache_by_its_own_bytes(tiny_native):
+    plain, small = (
+        strict_json(pagedjax("info", str(tiny_native), "--json", *options).stdout)
+        for options in ((), ("--kv-cache-dtype", "fp8"))
+    )
+    assert (plain["kv_dtype"], small["kv_dtype"]) == ("float32", "float8_e4m3fn")
+    assert small["kv_bytes_per_token"] * 4 == plain["kv_bytes_per_token"]
+    refused = pagedjax("info", str(tiny_native), "--kv-cache-dtype", "fp4")
+    assert (refused.exit_code, "fp4" in refused.stderr) == (2, True)
+
+
+def test_a_calibration_stays_in_the_checkpoint_and_is_used(tiny_native, tiny_hf, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_native, copy)
+    texts = ["one two three", "3 + 4 = 7"]
+    assert pagedjax("calibrate", str(copy)).exit_code == 2  # no text
+    done = pagedjax("calibrate", str(copy), *texts)
+    assert done.exit_code == 0, done.stderr
+    loaded = load_model(copy, dtype="float32")
+    tokenizer = Tokenizer(loaded.tokenizer_dir)
+    sequences = [tokenizer.encode(text) for text in texts]
+    wanted = kv_maxima(loaded.arch, loaded.params, sequences)
+    np.testing.assert_array_equal(loaded.kv_maxima, wanted)
+    options = dict(max_num_seqs=2, num_blocks=8, warm_up=False, progress=False)
+    llm = LLM(copy, kv_cache_dtype="int8", **options)
+    kept = llm.engine._runner._kv_scales
+    assert [scales.tolist() for scales in kept] == [
+        scales.tolist() for scales in scales_for(wanted, np.dtype(np.int8))
+    ]
+    llm.calibrate_kv([*texts, "!"])
+    other = kv_maxima(loaded.arch, loaded.params, [*sequences, tokenizer.encode("!")])
+    np.testing.assert_array_equal(kept[0], scales_for(wanted, np.dtype(np.int8))[0])
+    np.testing.assert_array_equal(
+        llm.engine._runner._kv_scales[0], scales_for(other, np.dtype(np.int8))[0]
+    )
+    refused = pagedjax("calibrate", str(tiny_hf), *texts)
+    assert (refused.exit_code, "native checkpoint" in refused.stderr) == (2, True)
 
 
 def test_convert_writes_a_checkpoint_once(tiny_hf, tmp_path):
