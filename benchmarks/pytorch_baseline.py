@@ -194,6 +194,8 @@ def options() -> argparse.ArgumentParser:
 
 def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # kernels are those installed
+    # Caches that grow by a token a step otherwise leave memory in pieces.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     args = options().parse_args()
     arch = SHAPES[args.shape]
     if args.what == "step":

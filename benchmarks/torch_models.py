@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 from pagedjax.models import ArchConfig
@@ -40,6 +41,7 @@ def forget_peak() -> None:
     """Return unused memory and count the peak from here on."""
     import torch
 
+    gc.collect()  # what refers to itself, as servers do
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -114,9 +116,11 @@ def use_torch_varlen() -> str:
     ):  # fmt: skip
         if tuple(window_size) != (-1, -1) or not causal:
             raise ValueError(f"want full causal attention, got {causal=}, {window_size=}")
+        # PyTorch 2.11 and older do not know the option, and take equal numbers of heads only.
+        grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
         return varlen.varlen_attn(
             q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k),
-            scale=softmax_scale, window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1],
+            scale=softmax_scale, window_size=(-1, 0), **grouped,
         )  # fmt: skip
 
     def kernels(implementation, attention_wrapper=None, allow_all_kernels=False):

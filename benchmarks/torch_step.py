@@ -186,7 +186,7 @@ def run(shape: str, arch: ArchConfig, args: argparse.Namespace) -> None:
     """One JSON line per case."""
     import torch
 
-    with torch.inference_mode():
+    with torch.no_grad():
         decode = DecodeStep(torch_models.hugging_face_model(arch, args.dtype), arch)
         for case in args.cases.split(","):
             batch, context = map(int, case.split("x"))

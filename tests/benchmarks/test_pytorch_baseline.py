@@ -83,7 +83,7 @@ def test_stretched_rotary_frequencies_are_passed_on():
     }  # fmt: skip
 
 
-def dense_varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+def dense_varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
     """What PyTorch's ragged kernel computes, one sequence at a time; it has no CPU build."""
     assert tuple(window_size) == (-1, 0)  # causal, the last query sees the last key
     out = torch.zeros_like(q)
