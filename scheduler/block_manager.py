@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from collections.abc import Sequence as AbstractSequence
+
 import numpy as np
 
-from scheduler.block_pool import BlockPool
+from scheduler.block_pool import NULL_BLOCK, BlockPool
 from scheduler.config import SchedulerConfig
 from scheduler.plan import Int32
 from scheduler.prefix_index import ROOT
 from scheduler.sequence import NO_ROW, Sequence
+from scheduler.tiers import HostBlock, Tiers
 
 
 class BlockManager:
@@ -26,17 +30,33 @@ class BlockManager:
     offer it; otherwise it gets a copy first, which the next plan carries out (`take_copies`). So
     of several owners all but the last to write copy.
 
+    With host memory below the pool, the longest prefix is looked for there too, and blocks that
+    were found there are loaded before the plan's step.
+
     Args:
         config: sizes of the pool and of the tables.
+
+    Attributes:
+        pool: the blocks.
+        tiers: host memory and disk below them; None without.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self.pool = BlockPool(config.num_blocks, config.block_size)
+        has_tiers = config.num_host_blocks > 0
+        self.pool = BlockPool(config.num_blocks, config.block_size, durable=has_tiers)
+        self.tiers: Tiers | None = None
+        if has_tiers:
+            self.tiers = Tiers(
+                self.pool.index,
+                num_host_blocks=config.num_host_blocks,
+                num_disk_blocks=config.num_disk_blocks,
+            )
         self._block_size = config.block_size
         self._caching = config.prefix_caching
         self._tables = np.zeros((config.max_num_seqs, config.max_blocks_per_seq), np.int32)
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._copies: list[tuple[int, int]] = []
+        self._copied_from: list[int] = []
         self._epoch = 0
         self.num_copied = 0
         """Blocks copied so far because a sequence wrote to one that it shared."""
@@ -65,29 +85,27 @@ class BlockManager:
             return False
         size = self._block_size
         hits = self._find_prefix(seq)
+        below = [held for held in hits if isinstance(held, HostBlock)]
         num_computed = len(hits) * size
         num_shared = 0 if source is None else self.num_shareable(seq, source)
         if num_shared > num_computed and source is not None:
-            hits = source.blocks[: -(-num_shared // size)]
+            hits, below = source.blocks[: -(-num_shared // size)], []
             num_computed = num_shared
         else:
             source = None
         has_tail = num_computed % size > 0  # the last block is shared, and written to at once
-        num_new = -(-seq.num_tokens // size) - len(hits)
-        num_free_hits = sum(not pool.num_owners(block) for block in hits)
-        if num_new + has_tail + num_free_hits + keep_free > pool.num_free:
+        if not self._place(seq, hits, keep_free=keep_free + has_tail):
             return False
-        pool.share(hits)  # before any block is taken, which might evict them
-        seq.row = self._free_rows.pop()
-        self._append(seq, hits + pool.take(num_new))
         seq.num_computed = num_computed
+        if self.tiers is not None:
+            self.tiers.count_hits(below)
         seq.epoch = self._epoch
         if source is not None:
             self._continue_chain(seq, source)
         else:
             seq.num_indexed = len(hits)
             if self._caching:
-                seq.parent = pool.index.number(hits[-1]) if hits else ROOT
+                seq.parent = pool.index.number(seq.blocks[len(hits) - 1]) if hits else ROOT
         if has_tail:
             self._own(seq, num_computed // size)
         if seq.num_cached_tokens is None:
@@ -171,6 +189,10 @@ class BlockManager:
 
         The end of a prefix is of use only with its beginning, so it is to be evicted first.
         """
+        if seq.saved is not None and self.tiers is not None:
+            self.tiers.release(seq.saved)
+            seq.saved = None
+            seq.num_computed = 0
         if seq.row == NO_ROW:
             return
         self.index_full_blocks(seq)
@@ -192,11 +214,61 @@ class BlockManager:
         seq.parent = self.pool.index.add(blocks, seq.parent, tokens, seq.salt)
         seq.num_indexed = full
 
-    def reset_prefix_cache(self, running: list[Sequence]) -> None:
-        """Forget all content, and never index what the running sequences go on computing."""
+    def swap_out(self, seq: Sequence) -> bool:
+        """Keep what a sequence has computed in host memory, and take all its blocks and its row.
+
+        Returns:
+            Whether host memory had room; nothing has changed if not.
+        """
+        if self.tiers is None:
+            return False
+        self.index_full_blocks(seq)
+        blocks = seq.blocks[: -(-seq.num_computed // self._block_size)]
+        keys = self._keys(seq, seq.num_indexed) if seq.parent is not None else []
+        saved = self.tiers.save(blocks, keys)
+        if saved is None:
+            return False
+        num_computed, parent = seq.num_computed, seq.parent
+        self.free(seq)
+        seq.saved, seq.num_computed, seq.parent = saved, num_computed, parent
+        return True
+
+    def swap_in(self, seq: Sequence, *, keep_free: int) -> bool:
+        """Give a sequence that was swapped out a row and blocks with what it had computed.
+
+        Args:
+            seq: the sequence; a row is free.
+            keep_free: how many blocks must be free afterwards.
+
+        Returns:
+            Whether it runs again; nothing has changed if not.
+        """
+        saved, tiers, index = seq.saved, self.tiers, self.pool.index
+        assert saved is not None and tiers is not None
+        content: list[int | HostBlock] = []
+        for held in saved:
+            on_gpu = index.get(held.key) if held is not None and held.key is not None else None
+            content.append(on_gpu or held or NULL_BLOCK)
+        if not self._place(seq, content, keep_free=keep_free):
+            return False
+        tiers.counts.swapped_in += sum(held is not None for held in saved)
+        tiers.release(saved)
+        seq.saved = None
+        return True
+
+    def look_on_disk(self, seq: Sequence) -> None:
+        """Begin to read what only the disk has of the prefix of a waiting sequence, once."""
+        if self.tiers is not None and seq.coming is None:
+            num_blocks = self._longest_prefix(seq) // self._block_size
+            seq.coming = self.tiers.prefetch(self._keys(seq, num_blocks))
+
+    def reset_prefix_cache(self, seqs: Iterable[Sequence]) -> None:
+        """Forget all content, and never index what the sequences of now go on computing."""
         self.pool.forget()
+        if self.tiers is not None:
+            self.tiers.forget()
         self._epoch += 1
-        for seq in running:
+        for seq in seqs:
             seq.parent = None
 
     def take_copies(self) -> Int32:
@@ -207,6 +279,8 @@ class BlockManager:
         """
         copies = np.array(self._copies, np.int32).reshape(-1, 2)
         self._copies.clear()
+        self.pool.release(self._copied_from)
+        self._copied_from.clear()
         return copies
 
     def tables(self, rows: list[int], num_tokens: int) -> Int32:
@@ -225,18 +299,72 @@ class BlockManager:
         """The whole row of a sequence that has one, int32[max_blocks_per_seq]; do not write."""
         return self._tables[seq.row]
 
-    def _find_prefix(self, seq: Sequence) -> list[int]:
-        """Indexed blocks with which a sequence may start.
+    def _find_prefix(self, seq: Sequence) -> AbstractSequence[int | HostBlock]:
+        """Cached blocks with which a sequence may start."""
+        if not self._caching:
+            return []
+        end = self._longest_prefix(seq)
+        if self.tiers is not None:
+            return self.tiers.find(self._keys(seq, end // self._block_size))
+        return self.pool.index.find(seq.known_bytes(0, end), seq.salt)
+
+    def _longest_prefix(self, seq: Sequence) -> int:
+        """Tokens that a sequence may take from a cache.
 
         At least its last token is left to compute, since that is where the next one is sampled,
         and so are the prompt tokens whose logits are still wanted.
         """
-        if not self._caching:
-            return []
         end = min(seq.num_known, seq.num_tokens - 1)
-        if seq.score_from < len(seq.prompt):
-            end = min(end, seq.score_from)
-        return self.pool.index.find(seq.known_bytes(0, end), seq.salt)
+        return min(end, seq.score_from) if seq.score_from < len(seq.prompt) else end
+
+    def _keys(self, seq: Sequence, num_blocks: int) -> list[bytes]:
+        """What the first full blocks of a sequence are indexed under."""
+        index, size, keys = self.pool.index, self._block_size, seq.prompt_keys
+        in_prompt = min(num_blocks, len(seq.prompt) // size)
+        if len(keys) < in_prompt:
+            tokens = seq.known_bytes(len(keys) * size, in_prompt * size)
+            keys += index.keys(tokens, keys[-1] if keys else None, seq.salt)
+        keys = keys[:in_prompt]
+        if num_blocks > in_prompt:
+            tokens = seq.known_bytes(in_prompt * size, num_blocks * size)
+            keys += index.keys(tokens, keys[-1] if keys else None, seq.salt)
+        return keys
+
+    def _place(
+        self, seq: Sequence, content: AbstractSequence[int | HostBlock], *, keep_free: int
+    ) -> bool:
+        """Give a sequence a row and the blocks of all its tokens, the first ones with content.
+
+        Args:
+            seq: the sequence; it owns no blocks and a row is free.
+            content: for each of its first blocks a block of the pool to share, or what is to be
+                loaded; the null block stands for one that it needs no more.
+            keep_free: how many blocks must be free afterwards.
+
+        Returns:
+            Whether it has them; nothing has changed if not.
+        """
+        pool = self.pool
+        shared = [part for part in content if isinstance(part, int) and part != NULL_BLOCK]
+        below = [part for part in content if isinstance(part, HostBlock)]
+        num_new = -(-seq.num_tokens // self._block_size) - len(content) + len(below)
+        num_free_hits = sum(not pool.num_owners(block) for block in shared)
+        if num_new + num_free_hits + keep_free > pool.num_free:
+            return False
+        pool.share(shared)  # before any block is taken, which might evict them
+        if self.tiers is not None:
+            self.tiers.hold(below)  # likewise
+        seq.row = self._free_rows.pop()
+        new = iter(pool.take(num_new))
+        blocks: list[int] = []
+        for part in content:
+            if isinstance(part, HostBlock) and self.tiers is not None:
+                blocks.append(next(new))
+                self.tiers.load(part, blocks[-1])
+            elif isinstance(part, int):
+                blocks.append(part)
+        self._append(seq, [*blocks, *new])
+        return True
 
     def _continue_chain(self, seq: Sequence, source: Sequence) -> None:
         """Let `seq` index its blocks from where `source`, with which it shares them, stands."""
@@ -253,7 +381,10 @@ class BlockManager:
         (new,) = self.pool.take(1)
         self._copies.append((old, new))
         self.num_copied += 1
-        self.pool.release([old])
+        if self.pool.num_owners(old) > 1:
+            self.pool.release([old])
+        else:  # the plan must not load anything into it before it is copied
+            self._copied_from.append(old)
         seq.blocks[at] = self._tables[seq.row, at] = new
 
     def _clear(self, seq: Sequence) -> None:

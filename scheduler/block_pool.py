@@ -25,6 +25,7 @@ class BlockPool:
     Args:
         num_blocks: blocks of the pool, the null block included.
         block_size: tokens per block.
+        durable: as for `PrefixIndex`.
 
     Attributes:
         index: what the blocks hold; the owners of full blocks add them.
@@ -33,10 +34,10 @@ class BlockPool:
         ValueError: there is no block besides the null block.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, durable: bool = False) -> None:
         if num_blocks < 2:
             raise ValueError(f"a pool has at least 2 blocks, got {num_blocks=}")
-        self.index = PrefixIndex(num_blocks, block_size)
+        self.index = PrefixIndex(num_blocks, block_size, durable=durable)
         self._owners = [0] * num_blocks
         self._blank = list(range(num_blocks - 1, NULL_BLOCK, -1))  # a stack: lowest ids first
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first

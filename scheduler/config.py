@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 BLOCK_SIZES = (16, 32, 64, 128)
+PREEMPTION = ("auto", "swap", "recompute")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,11 @@ class SchedulerConfig:
         max_prefill_chunk: most tokens of one sequence in one step; None for no limit but the
             step's. Smaller chunks let the decodes of a mixed step finish sooner.
         prefix_caching: whether the keys and values of a prefix seen before are used again.
+        num_host_blocks: blocks of host memory that hold what leaves the pool; 0 for none.
+        num_disk_blocks: most blocks on a disk, which holds what leaves host memory; 0 for none.
+        preemption: how a sequence that has lost its blocks comes back: "recompute" its tokens,
+            "swap" its blocks to host memory and back while there is room, or "auto" for what
+            `Scheduler.swap_cost` says is faster. Beams always recompute.
 
     Raises:
         ValueError: a size is out of range.
@@ -33,6 +39,9 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 8192
     max_prefill_chunk: int | None = None
     prefix_caching: bool = True
+    num_host_blocks: int = 0
+    num_disk_blocks: int = 0
+    preemption: str = "auto"
 
     def __post_init__(self) -> None:
         if self.block_size not in BLOCK_SIZES:
@@ -50,6 +59,16 @@ class SchedulerConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("num_host_blocks", "num_disk_blocks"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.num_disk_blocks and not self.num_host_blocks:
+            raise ValueError(
+                f"{self.num_disk_blocks} blocks on a disk need host memory to get there, "
+                f"got num_host_blocks=0"
+            )
+        if self.preemption not in PREEMPTION:
+            raise ValueError(f"preemption must be one of {PREEMPTION}, got {self.preemption!r}")
         if self.max_prefill_chunk is not None and self.max_prefill_chunk < 1:
             raise ValueError(f"max_prefill_chunk must be at least 1, got {self.max_prefill_chunk}")
 

@@ -24,6 +24,7 @@ def check(scheduler: Scheduler) -> None:
         _check_counters(seq)
         _check_content(scheduler, seq)
         _check_sharing(scheduler, seq)
+    _check_tiers(scheduler, seqs)
     assert not scheduler.blocks.take_copies().size, "a copy is left for the next plan"
     running = [seq.seq_id for seq in seqs if seq.status is Status.RUNNING]
     waiting = [seq.seq_id for seq in seqs if seq.status is Status.WAITING]
@@ -96,13 +97,27 @@ def _check_sharing(scheduler: Scheduler, seq: Sequence) -> None:
     assert not seq.held or (seq.request.beam and seq.num_pending == 0)
 
 
+def _check_tiers(scheduler: Scheduler, seqs: list[Sequence]) -> None:
+    """What is saved below the pool belongs to waiting sequences and covers what they computed."""
+    size = scheduler.config.block_size
+    saved = [held for seq in seqs for held in seq.saved or ()]
+    for seq in seqs:
+        if seq.saved is not None:
+            assert seq.status is Status.WAITING and len(seq.saved) == -(-seq.num_computed // size)
+    tiers = scheduler.blocks.tiers
+    if tiers is None:
+        assert not saved
+    else:
+        tiers.check(held for held in saved if held is not None)
+
+
 def _check_counters(seq: Sequence) -> None:
     assert seq.num_known == len(seq.prompt) + len(seq.outputs)
     assert 0 <= seq.num_pending <= 2
     assert seq.num_tokens <= seq.limit, "planned beyond the end"
     match seq.status:
         case Status.WAITING:
-            assert seq.num_computed == 0 and not seq.blocks
+            assert not seq.blocks and (seq.num_computed == 0 or seq.saved is not None)
         case Status.RUNNING:
             assert seq.num_computed <= min(seq.capacity, seq.num_tokens)
             assert seq.num_computed < seq.limit - (not seq.request.beam)

@@ -15,6 +15,7 @@ from scheduler.request_checks import check_siblings, checked_prompt
 from scheduler.sequence import NO_ROW, Sequence, Status
 from scheduler.siblings import BeamChoice, is_to_wait, source_of
 from scheduler.step_builder import StepBuilder
+from scheduler.transfers import SwapCost
 
 MAX_PLANS_IN_FLIGHT = 2
 
@@ -58,11 +59,13 @@ class Scheduler:
     Attributes:
         config: the same.
         blocks: the block tables of the running sequences, and the pool behind them.
+        swap_cost: what the preemption "auto" goes by; without it sequences recompute.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.blocks = BlockManager(config)
+        self.swap_cost: SwapCost | None = None
         self._watermark = config.num_blocks // 100
         self._next_seq_id = 0
         self._live: dict[int, Sequence] = {}
@@ -70,7 +73,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._waiting: deque[Sequence] = deque()
         self._in_flight: deque[StepPlan] = deque()
-        self._num_preemptions = 0
+        self._num_preemptions = self._num_swaps = 0
 
     @property
     def max_seq_len(self) -> int:
@@ -101,6 +104,11 @@ class Scheduler:
     def num_preemptions(self) -> int:
         """How often a sequence has lost its blocks so far."""
         return self._num_preemptions
+
+    @property
+    def num_swaps(self) -> int:
+        """In how many of the preemptions its blocks went to host memory."""
+        return self._num_swaps
 
     def has_unfinished(self) -> bool:
         """Whether any request has not ended."""
@@ -162,7 +170,7 @@ class Scheduler:
 
         Sequences that run go on with the keys and values they have; these are not shared.
         """
-        self.blocks.reset_prefix_cache(self._running)
+        self.blocks.reset_prefix_cache(self._live.values())
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step.
@@ -309,18 +317,25 @@ class Scheduler:
         passed: list[Sequence] = []
         while self._waiting and self.blocks.num_free_rows:
             seq = self._waiting[0]
+            self.blocks.look_on_disk(seq)
             if is_to_wait(seq, self.blocks):
                 passed.append(self._waiting.popleft())
                 continue
             if not step.chunk(seq):
                 break
-            keep_free = self._watermark if self._running else 0
-            if not self.blocks.admit(seq, keep_free=keep_free, source=source_of(seq, self.blocks)):
+            if not self._admit(seq):
                 break
             self._waiting.popleft()
             self._run(seq)
             step.add(seq, step.chunk(seq))
         self._waiting.extendleft(reversed(passed))
+
+    def _admit(self, seq: Sequence) -> bool:
+        """Give a waiting sequence blocks, if enough of them are free."""
+        keep_free = self._watermark if self._running else 0
+        if seq.saved is not None:
+            return self.blocks.swap_in(seq, keep_free=keep_free)
+        return self.blocks.admit(seq, keep_free=keep_free, source=source_of(seq, self.blocks))
 
     def _wanting(self) -> bool:
         """Whether a waiting sequence has something to compute."""
@@ -328,10 +343,22 @@ class Scheduler:
 
     def _preempt_youngest(self) -> Sequence:
         seq = self._running.pop()
-        self.blocks.free(seq)
+        if self._is_worth_swapping(seq) and self.blocks.swap_out(seq):
+            self._num_swaps += 1
+        else:
+            self.blocks.free(seq)
         self._queue(seq)
         self._num_preemptions += 1
         return seq
+
+    def _is_worth_swapping(self, seq: Sequence) -> bool:
+        """Whether a sequence that loses its blocks should rather keep what it has computed."""
+        if self.config.preemption != "auto" or seq.request.beam:  # a beam may be exchanged yet
+            return self.config.preemption == "swap" and not seq.request.beam
+        cost = self.swap_cost
+        return cost is not None and cost.swap_s(len(seq.blocks)) < cost.recompute_s(
+            seq.num_computed
+        )
 
     def _run(self, seq: Sequence) -> None:
         """Count a sequence that has been given blocks among those that run."""

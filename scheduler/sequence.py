@@ -9,6 +9,7 @@ import numpy as np
 
 from scheduler.plan import Int32
 from scheduler.request import Request
+from scheduler.tiers import HostBlock
 
 NO_ROW = -1
 
@@ -66,6 +67,10 @@ class Sequence:
         epoch: how often the prefix cache had been reset when it was admitted.
         num_cached_tokens: prompt tokens that were found in the cache when it was first admitted;
             None before that.
+        saved: where its blocks are kept while it is swapped out; `num_computed` stands still then.
+        coming: blocks of its prefix that were being read from the disk when it was queued; None
+            before that was looked up.
+        prompt_keys: what the full blocks of its prompt are indexed under, as far as needed so far.
         siblings: the live sequences of its prompt, itself among them; empty if it is alone.
         held: a beam whose next token is to be chosen, and which no plan computes before that.
     """
@@ -73,6 +78,7 @@ class Sequence:
     __slots__ = (
         "blocks",
         "capacity",
+        "coming",
         "epoch",
         "held",
         "limit",
@@ -86,9 +92,11 @@ class Sequence:
         "parent",
         "pending_row",
         "prompt",
+        "prompt_keys",
         "request",
         "row",
         "salt",
+        "saved",
         "score_from",
         "seq_id",
         "siblings",
@@ -118,6 +126,9 @@ class Sequence:
         self.salt = repr(sorted(request.cache_salt)).encode() if request.cache_salt else b""
         self.epoch = 0
         self.num_cached_tokens: int | None = None
+        self.saved: list[HostBlock | None] | None = None
+        self.coming: list[HostBlock] | None = None
+        self.prompt_keys: list[bytes] = []
         self.siblings: list[Sequence] = []
         self.held = False
 

@@ -26,11 +26,11 @@ def is_to_wait(seq: Sequence, blocks: BlockManager) -> bool:
     """Whether a waiting sequence is to be passed over, and younger ones served.
 
     A beam that has not been chosen has nothing to compute. A sibling that is computing the common
-    prompt will soon share it.
+    prompt will soon share it. What is being read from the disk will soon be there.
     """
-    if seq.held:
+    if seq.held or any(held.reading for held in seq.coming or ()):
         return True
-    if not seq.siblings:
+    if not seq.siblings or seq.saved is not None:
         return False
     source = source_of(seq, blocks)
     have = 0 if source is None else blocks.num_shareable(seq, source)
