@@ -32,7 +32,12 @@ import jax
 import numpy as np
 
 from benchmarks.flops import matmul_flops_per_s, request_flops
-from benchmarks.random_engine import add_engine_options, exact_length, random_engine
+from benchmarks.random_engine import (
+    add_engine_options,
+    case_name,
+    exact_length,
+    random_engine,
+)
 from benchmarks.record import record
 from benchmarks.request_lists import (
     add_list_options,
@@ -43,7 +48,6 @@ from benchmarks.request_lists import (
 )
 from benchmarks.workloads import RequestShape
 from pagedjax.engine.engine import Engine
-from pagedjax.engine.kv_pool import kv_spec
 from pagedjax.engine.stats import EngineStats
 
 WASTE_EVERY = 8  # steps between two looks at every sequence's blocks
@@ -119,7 +123,7 @@ def figures(engine: Engine, watch: Watch) -> dict[str, Any]:
     """What the engine says about the run."""
     stats, config = engine.stats(), engine.config
     memory = jax.devices()[0].memory_stats() or {}
-    spec = kv_spec(engine.arch, config, num_blocks=1, dtype=jax.numpy.dtype(config.dtype))
+    spec = engine.kv_spec
     peak_bytes = round(max(watch.busy) * stats.blocks_total) * spec.block_bytes
     reserved = watch.running * engine.arch.max_positions * (spec.block_bytes // spec.block_size)
     waste = np.array(watch.unused) / np.array(watch.slots)
@@ -162,7 +166,7 @@ def main() -> None:
         seconds, watch = serve(engine, shapes, random_prompts(shapes, engine.arch.vocab))
         rate = request_flops(engine.arch, shapes) / seconds
         record(
-            "offline", f"{args.shape} {args.dtype} {name}", args.out,
+            "offline", case_name(args, name), args.out,
             **throughput(shapes, seconds), **figures(engine, watch), **started,
             model_tflop_per_s=round(rate / 1e12, 4),
             matmul_tflop_per_s=round(matmul_rate / 1e12, 4),

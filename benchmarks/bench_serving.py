@@ -41,7 +41,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.bench_offline import serve
-from benchmarks.random_engine import add_engine_options, exact_length, random_engine
+from benchmarks.random_engine import add_engine_options, case_name, exact_length, random_engine
 from benchmarks.record import record
 from benchmarks.request_lists import add_list_options, longest, random_prompts, request_lists
 from benchmarks.workloads import RequestShape, trace
@@ -257,7 +257,7 @@ def main() -> None:
                 served = await replay(llm, timed, prompts, args.max_seconds)
                 after = await llm.stats()
                 record(
-                    "serving", f"{args.shape} {args.dtype} {name}", args.out,
+                    "serving", case_name(args, name), args.out,
                     rate_per_s=round(rate, 3),
                     load=round(rate / saturation, 4) if saturation else None,
                     saturation_per_s=round(saturation, 3) if saturation else None,

@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 from benchmarks.device_profile import profile_device
-from benchmarks.random_engine import add_engine_options, exact_length, random_engine
+from benchmarks.random_engine import add_engine_options, case_name, exact_length, random_engine
 from benchmarks.record import record
 from benchmarks.request_lists import longest, random_prompts
 from benchmarks.workloads import RequestShape
@@ -83,7 +83,7 @@ def main() -> None:
     engine, started = random_engine(args, longest(shapes))
     start(engine, shapes, args.skip)
     record(
-        "profile", f"{args.shape} {args.dtype} {args.sequences}x{args.prompt_len}", args.out,
+        "profile", case_name(args, f"{args.sequences}x{args.prompt_len}"), args.out,
         sequences=args.sequences, prompt_len=args.prompt_len, steps=args.steps, skip=args.skip,
         **figures(engine, args.steps), **started, weights="random",
     )  # fmt: skip

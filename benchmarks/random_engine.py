@@ -8,6 +8,7 @@ from pathlib import Path
 
 from benchmarks.shapes import SHAPES, random_model
 from pagedjax import EngineConfig, SamplingParams
+from pagedjax.config import KV_CACHE_DTYPES
 from pagedjax.engine.engine import Engine
 
 
@@ -15,6 +16,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """The shape, the engine's options, and `--out`."""
     parser.add_argument("--shape", choices=SHAPES, default="llama3.1-8b")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     parser.add_argument("--max-num-seqs", type=int)
     parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument("--max-prefill-chunk", type=int)
@@ -31,13 +33,20 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 def engine_config(args: argparse.Namespace, longest_request: int) -> EngineConfig:
     """The engine's options, tables no wider than the longest request needs."""
     return EngineConfig(
-        dtype=args.dtype, block_size=args.block_size, num_blocks=args.num_blocks,
+        dtype=args.dtype, kv_cache_dtype=args.kv_cache_dtype, block_size=args.block_size,
+        num_blocks=args.num_blocks,
         memory_fraction=args.memory_fraction, max_num_seqs=args.max_num_seqs,
         max_model_len=args.max_model_len or longest_request,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_prefill_chunk=args.max_prefill_chunk, bucket_growth=args.bucket_growth,
         prefix_caching=args.prefix_caching, implementation=args.implementation,
     )  # fmt: skip
+
+
+def case_name(args: argparse.Namespace, load: str) -> str:
+    """Shape, dtype (and that of a compressed cache, after a slash) and load, as in a line."""
+    compressed = "" if args.kv_cache_dtype == "auto" else f"/{args.kv_cache_dtype}"
+    return f"{args.shape} {args.dtype}{compressed} {load}"
 
 
 def random_engine(
