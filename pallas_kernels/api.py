@@ -19,33 +19,46 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import core
 
 from pallas_kernels import reference, xla
+from pallas_kernels.checks import (
+    QUANTIZED_DTYPES,
+    check_attention,
+    check_int32,
+    check_pool,
+    check_scales,
+    check_shape,
+    check_shared_blocks,
+    check_slots,
+    check_values,
+)
 from pallas_kernels.mixed_batch import attend_mixed_batch
+from pallas_kernels.shared_prefix import attend_shared_prefix
 from pallas_kernels.tuning import fastest_decode_backend
 
 Implementation = Literal["mosaic", "triton", "xla", "reference"]
-
-QUERY_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-QUANTIZED_DTYPES = (jnp.float8_e4m3fn, jnp.int8)
 
 _Op = Callable[..., Any]
 
 
 def _lookup(operation: str, name: str) -> _Op:
     """The function that implements an attention operation, `decode` or `prefill`."""
-    if name not in ("mosaic", "triton"):
+    if name not in KERNELS:
         module = {"xla": xla, "reference": reference}[name]
         return getattr(module, f"paged_{operation}_attention")
-    module = importlib.import_module(f"pallas_kernels.paged_{operation}_{name}")  # a GPU needs it
-    kernel: _Op = getattr(module, f"paged_{operation}_attention")
+    kernel = _kernel(operation, name)
     if operation == "decode":
         return kernel
-    return functools.partial(attend_mixed_batch, kernel, _lookup("decode", name))
+    return functools.partial(attend_mixed_batch, kernel, _kernel("decode", name))
 
 
+def _kernel(operation: str, name: str) -> _Op:
+    """The function of one of `KERNELS`, imported when it is needed: not everybody has a GPU."""
+    module = importlib.import_module(f"pallas_kernels.paged_{operation}_{name}")
+    return getattr(module, f"paged_{operation}_attention")
+
+
+KERNELS: tuple[Implementation, ...] = ("mosaic", "triton")
 ATTENTION_IMPLEMENTATIONS: tuple[Implementation, ...] = ("mosaic", "triton", "xla", "reference")
 WRITE_IMPLEMENTATIONS: tuple[Implementation, ...] = ("xla", "reference")
 
@@ -79,20 +92,21 @@ def write_kv(
     Raises:
         ValueError: a shape or dtype does not fit; the text names got and wanted.
     """
-    _check_pool(kv_pool)
+    check_pool(kv_pool)
     blocks, _, kv_heads, block_size, head_dim = kv_pool.shape
     tokens = k.shape[0] if k.ndim else 0
     for name, x in (("k", k), ("v", v)):
-        _check_shape(name, x, (tokens, kv_heads, head_dim), "[tokens, kv_heads, head_dim]")
-    _check_shape("slot_mapping", slot_mapping, (tokens,), "[tokens]")
-    _check_int32("slot_mapping", slot_mapping)
-    _check_scales(kv_pool, kv_scales)
+        check_shape(name, x, (tokens, kv_heads, head_dim), "[tokens, kv_heads, head_dim]")
+    check_shape("slot_mapping", slot_mapping, (tokens,), "[tokens]")
+    check_int32("slot_mapping", slot_mapping)
+    check_scales(kv_pool, kv_scales)
     if k.dtype != v.dtype:
         raise ValueError(f"k and v must have one dtype, got {k.dtype} and {v.dtype}")
     if kv_pool.dtype not in QUANTIZED_DTYPES and k.dtype != kv_pool.dtype:
         raise ValueError(f"k and v must have the pool's dtype {kv_pool.dtype}, got {k.dtype}")
     if blocks * block_size > 2**31:
         raise ValueError(f"slots are int32, got a pool of {blocks=} times {block_size=}")
+    check_slots(kv_pool, slot_mapping)
     table = {"xla": xla.write_kv, "reference": reference.write_kv}
     return _first_that_can(
         table.__getitem__,
@@ -117,18 +131,22 @@ def paged_decode_attention(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     kv_scales: jax.Array | None = None,
+    shared_blocks: jax.Array | int | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> Any:
-    """Attention of one new token per sequence over that sequence's cached keys and values.
+    """Attention of the newest token, or few, of each sequence over its cached keys and values.
 
-    The new token is the last of the `seq_lens[s]` positions; its own key and value are in the cache
-    already. Scores and softmax are float32. Whatever lies in unused slots, NaN included, never
-    reaches the output, and table entries past the last used block are never followed.
+    The new tokens are the last of the `seq_lens[s]` positions, and causal among themselves; their
+    own keys and values are in the cache already. Scores and softmax are float32. Whatever lies in
+    unused slots, NaN included, never reaches the output, and table entries past the last used block
+    are never followed.
 
     Args:
-        q: `[seqs, q_heads, head_dim]`, float32, bfloat16 or float16; `q_heads` is a multiple of
-            `kv_heads`, and query head `h` reads key/value head `h // (q_heads / kv_heads)`.
+        q: `[seqs, q_heads, head_dim]`, or `[seqs, rows, q_heads, head_dim]` for equally many tokens
+            of each sequence, such as drafts to verify; float32, bfloat16 or float16. `q_heads` is a
+            multiple of `kv_heads`, and query head `h` reads key/value head
+            `h // (q_heads / kv_heads)`. A row before a sequence's first position is padding.
         kv_pool: `[blocks, 2, kv_heads, block_size, head_dim]`, q's dtype, float8_e4m3fn or int8.
         block_tables: int32 `[seqs, max_blocks]`, the blocks of each sequence in order.
         seq_lens: int32 `[seqs]`, at most `max_blocks * block_size`; 0 marks a padding row, whose
@@ -140,30 +158,56 @@ def paged_decode_attention(
             and has no value (arXiv:2309.17453).
         kv_scales: float32 `[2, kv_heads]`, required for (and only for) a quantized pool: keys are
             `pool * kv_scales[0]`, values `pool * kv_scales[1]`.
+        shared_blocks: a promise that so many leading columns of `block_tables` (an int32 scalar)
+            are the same in every row that is not padding, and that all rows of `q` lie behind them.
+            Kernels then read these blocks once, not once a sequence. It changes no result, and is
+            of no use with a window.
         return_lse: also return the logarithm of the softmax's denominator (sink included).
         implementation: None takes the first of the platform's list that supports the case; a named
             one is used or fails.
 
     Returns:
-        `[seqs, q_heads, head_dim]` in q's dtype; with `return_lse` a pair of it and the natural
-        log-sum-exp, float32 `[seqs, q_heads]`.
+        q's shape and dtype; with `return_lse` a pair of it and the natural log-sum-exp, float32,
+        without the last axis.
 
     Raises:
         ValueError: a shape, dtype or option does not fit; the text names got and wanted.
         NotImplementedError: the named implementation does not support the case.
     """
-    _check_attention(q, kv_pool, block_tables, seq_lens, "seqs", window, soft_cap, sinks, kv_scales)
-    _check_shape("q", q, (seq_lens.shape[0], *q.shape[1:]), "[seqs, q_heads, head_dim]")
-    _check_values(kv_pool, block_tables, seq_lens)
+    if q.ndim not in (3, 4):
+        raise ValueError(
+            f"q must be [seqs, q_heads, head_dim] or [seqs, rows, q_heads, head_dim], got {q.shape}"
+        )
+    rows = q if q.ndim == 3 else q.reshape(-1, *q.shape[2:])
+    check_attention(rows, kv_pool, block_tables, seq_lens, window, soft_cap, sinks, kv_scales)
+    check_shape("q", q, (seq_lens.shape[0], *q.shape[1:]), "[seqs, ...]")
+    shared = jnp.int32(shared_blocks) if isinstance(shared_blocks, int) else shared_blocks
+    if shared is not None:
+        check_shape("shared_blocks", shared, (), "a scalar")
+        check_int32("shared_blocks", shared)
+    check_values(kv_pool, block_tables, seq_lens)
+    check_shared_blocks(q, kv_pool, block_tables, seq_lens, shared)
     order: list[Implementation] = list(ATTENTION_IMPLEMENTATIONS)
     if fastest_decode_backend(q, kv_pool) == "triton":
         order.sort(key=lambda name: name != "triton")  # stable: Triton first, the others as before
-    return _first_that_can(
-        functools.partial(_lookup, "decode"), order, implementation,
-        q, kv_pool, block_tables, seq_lens,
-        scale=_scale_or_default(scale, q), window=window, soft_cap=soft_cap, sinks=sinks,
-        kv_scales=kv_scales, return_lse=return_lse,
-    )  # fmt: skip
+    decode = functools.partial(
+        _first_that_can, functools.partial(_lookup, "decode"), order, implementation
+    )
+    options = {
+        "scale": _scale_or_default(scale, q), "window": window, "soft_cap": soft_cap,
+        "sinks": sinks, "kv_scales": kv_scales, "return_lse": return_lse,
+    }  # fmt: skip
+    batch = (q, kv_pool, block_tables, seq_lens)
+    if shared is not None and window is None and implementation in (None, *KERNELS):
+        prefill = functools.partial(
+            _first_that_can, functools.partial(_kernel, "prefill"), KERNELS, implementation
+        )
+        try:
+            return attend_shared_prefix(prefill, decode, *batch, shared, **options)
+        except NotImplementedError:
+            if implementation is not None:
+                raise
+    return decode(*batch, **options)
 
 
 def paged_prefill_attention(
@@ -210,12 +254,12 @@ def paged_prefill_attention(
         ValueError: a shape, dtype or option does not fit; the text names got and wanted.
         NotImplementedError: the named implementation does not support the case.
     """
-    _check_attention(
-        q, kv_pool, block_tables, seq_lens, "tokens", window, soft_cap, sinks, kv_scales
-    )
-    _check_shape("query_start", query_start, (seq_lens.shape[0] + 1,), "[seqs + 1]")
-    _check_int32("query_start", query_start)
-    _check_values(kv_pool, block_tables, seq_lens, query_start)
+    if q.ndim != 3:
+        raise ValueError(f"q must be [tokens, q_heads, head_dim], got {q.shape}")
+    check_attention(q, kv_pool, block_tables, seq_lens, window, soft_cap, sinks, kv_scales)
+    check_shape("query_start", query_start, (seq_lens.shape[0] + 1,), "[seqs + 1]")
+    check_int32("query_start", query_start)
+    check_values(kv_pool, block_tables, seq_lens, query_start)
     return _first_that_can(
         functools.partial(_lookup, "prefill"), ATTENTION_IMPLEMENTATIONS, implementation,
         q, kv_pool, block_tables, seq_lens, query_start,
@@ -257,113 +301,3 @@ def _platform_implementations() -> tuple[Implementation, ...]:
 
 def _scale_or_default(scale: float | None, q: jax.Array) -> float:
     return float(q.shape[-1]) ** -0.5 if scale is None else float(scale)
-
-
-def _check_attention(
-    q: jax.Array,
-    kv_pool: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    rows: str,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: jax.Array | None,
-    kv_scales: jax.Array | None,
-) -> None:
-    _check_pool(kv_pool)
-    kv_heads, head_dim = kv_pool.shape[2], kv_pool.shape[4]
-    if q.ndim != 3 or q.shape[2] != head_dim:
-        raise ValueError(f"q must be [{rows}, q_heads, {head_dim}] for this pool, got {q.shape}")
-    if q.dtype not in QUERY_DTYPES:
-        raise ValueError(f"q must be float32, bfloat16 or float16, got {q.dtype}")
-    if q.shape[1] < 1 or q.shape[1] % kv_heads:
-        raise ValueError(f"q must have a multiple of {kv_heads=} heads, got {q.shape[1]}")
-    if kv_pool.dtype not in (q.dtype, *QUANTIZED_DTYPES):
-        raise ValueError(
-            f"kv_pool must be {q.dtype} like q, float8_e4m3fn or int8, got {kv_pool.dtype}"
-        )
-    if block_tables.ndim != 2 or block_tables.shape[1] < 1:
-        raise ValueError(
-            f"block_tables must be [seqs, max_blocks] with at least one block, "
-            f"got {block_tables.shape}"
-        )
-    _check_shape("seq_lens", seq_lens, (block_tables.shape[0],), "[seqs]")
-    _check_int32("block_tables", block_tables)
-    _check_int32("seq_lens", seq_lens)
-    _check_scales(kv_pool, kv_scales)
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1 (the query itself), got {window}")
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap must be positive, got {soft_cap}")
-    if sinks is not None:
-        _check_shape("sinks", sinks, (q.shape[1],), "[q_heads]")
-        _check_float32("sinks", sinks)
-
-
-def _check_values(
-    kv_pool: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    query_start: jax.Array | None = None,
-) -> None:
-    """Check what only the values can tell, when `jax_enable_checks` is on and they are known."""
-    arrays = [x for x in (block_tables, seq_lens, query_start) if x is not None]
-    checks = jax.config.jax_enable_checks  # pyright: ignore[reportAttributeAccessIssue]
-    if not checks or any(isinstance(x, core.Tracer) for x in arrays):
-        return
-    blocks, block_size = kv_pool.shape[0], kv_pool.shape[3]
-    tables, lens = np.asarray(block_tables), np.asarray(seq_lens)
-    room = tables.shape[1] * block_size
-    if lens.size and (lens.min() < 0 or lens.max() > room):
-        raise ValueError(f"seq_lens must be in 0 .. {room}, got {lens.min()} .. {lens.max()}")
-    used = tables[np.arange(tables.shape[1])[None, :] * block_size < lens[:, None]]
-    if used.size and (used.min() < 0 or used.max() >= blocks):
-        raise ValueError(
-            f"block_tables must name blocks 0 .. {blocks - 1}, got {used.min()} .. {used.max()}"
-        )
-    if query_start is not None:
-        rows = np.diff(np.asarray(query_start))
-        if rows.min(initial=0) < 0 or ((rows > lens) & (lens > 0)).any():
-            raise ValueError(
-                f"query_start must rise by 0 .. seq_lens rows, got rows {rows} for lengths {lens}"
-            )
-
-
-def _check_pool(kv_pool: jax.Array) -> None:
-    if kv_pool.ndim != 5 or kv_pool.shape[1] != 2 or 0 in kv_pool.shape:
-        raise ValueError(
-            f"kv_pool must be [blocks, 2, kv_heads, block_size, head_dim], got {kv_pool.shape}"
-        )
-    if kv_pool.dtype not in (*QUERY_DTYPES, *QUANTIZED_DTYPES):
-        raise ValueError(
-            "kv_pool must be float32, bfloat16, float16, float8_e4m3fn or int8, "
-            f"got {kv_pool.dtype}"
-        )
-
-
-def _check_scales(kv_pool: jax.Array, kv_scales: jax.Array | None) -> None:
-    quantized = kv_pool.dtype in QUANTIZED_DTYPES
-    wanted = (2, kv_pool.shape[2])
-    if quantized and kv_scales is None:
-        raise ValueError(f"a pool of {kv_pool.dtype} needs kv_scales of shape {wanted}, got None")
-    if kv_scales is None:
-        return
-    if not quantized:
-        raise ValueError(f"kv_scales must be None for a pool of {kv_pool.dtype}, got an array")
-    _check_shape("kv_scales", kv_scales, wanted, "[2, kv_heads]")
-    _check_float32("kv_scales", kv_scales)
-
-
-def _check_shape(name: str, x: jax.Array, wanted: tuple[int, ...], dims: str) -> None:
-    if x.shape != wanted:
-        raise ValueError(f"{name} must be {dims} = {wanted}, got {x.shape}")
-
-
-def _check_int32(name: str, x: jax.Array) -> None:
-    if x.dtype != jnp.int32:
-        raise ValueError(f"{name} must be int32, got {x.dtype}")
-
-
-def _check_float32(name: str, x: jax.Array) -> None:
-    if x.dtype != jnp.float32:
-        raise ValueError(f"{name} must be float32, got {x.dtype}")

@@ -7,7 +7,6 @@ results are weighted by their share of the sum of all denominators.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -17,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.decode_plan import Column
+from pallas_kernels.triton_attention import LOG2_E, LOWEST, power_of_two_parts
 
-LOG2_E = math.log2(math.e)
 PARTS = 32  # partial results per iteration
 
 
@@ -35,11 +34,13 @@ def merge_parts(
     """Fill in the rows of `out` and `lse` that the decode kernel left to the merge, in place.
 
     Args:
-        out: `[seqs, q_heads, head_dim]`, finished but for the contexts that `plan` names.
-        lse: float32 `[seqs, q_heads]`, natural logarithm, likewise.
+        out: `[seqs, queries, q_heads, head_dim]`, or without the axis of `queries` if there is one,
+            finished but for the contexts that `plan` names.
+        lse: float32 `[seqs, queries, q_heads]`, natural logarithm, likewise.
         part: float32 `[2, parts, kv_heads, rows, head_dim]`; index 0 for the piece that begins a
-            context, 1 for a later one. With more `rows` than a group has heads, a group begins at
-            row `(index of its first head in the batch) % 8`.
+            context, 1 for a later one. The rows are the heads of the group for each query in turn.
+            If there are more rows than these, a group begins at row
+            `(index of its first head in the batch) % 8`.
         part_lse: float32 `[2, parts, kv_heads, rows]`, base 2.
         plan: see `decode_plan`.
         sinks: float32 `[q_heads]` or None.
@@ -51,21 +52,24 @@ def merge_parts(
     whole = pl.BlockSpec(memory_space=pl.ANY)
     extras = [] if sinks is None else [sinks]
     parts, kv_heads = part.shape[1:3]
-    group = out.shape[1] // kv_heads
-    return pl.pallas_call(
+    q_heads = lse.shape[-1]
+    outs, lses = (x.reshape(lse.shape[0], -1, q_heads, *x.shape[lse.ndim :]) for x in (out, lse))
+    group = q_heads // kv_heads
+    merged, merged_lse = pl.pallas_call(
         functools.partial(_merge_kernel, group=group, with_sinks=sinks is not None),
-        grid=(group, kv_heads, min(parts, out.shape[0])),
+        grid=(outs.shape[1] * group, kv_heads, min(parts, out.shape[0])),
         in_specs=[whole] * (5 + len(extras)),
         out_specs=[whole] * 2,
         out_shape=[
-            jax.ShapeDtypeStruct(out.shape, out.dtype),
-            jax.ShapeDtypeStruct(lse.shape, lse.dtype),
+            jax.ShapeDtypeStruct(outs.shape, out.dtype),
+            jax.ShapeDtypeStruct(lses.shape, lse.dtype),
         ],
         input_output_aliases={0: 0, 1: 1},
         interpret=interpret,
         name="paged_decode_merge",
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
-    )(out, lse, part, part_lse, plan, *extras)
+    )(outs, lses, part, part_lse, plan, *extras)
+    return merged.reshape(out.shape), merged_lse.reshape(lse.shape)
 
 
 def _merge_kernel(
@@ -79,7 +83,7 @@ def _merge_kernel(
     with_sinks: bool,
 ) -> None:
     out_ref, lse_ref = refs[-2:]
-    rows = part_ref.shape[3]
+    _, queries, q_heads, head_dim = out_ref.shape
     row, head, merge = (pl.program_id(i) for i in range(3))
     later_parts = plan_ref[merge, Column.MERGE_LATER]
 
@@ -87,9 +91,10 @@ def _merge_kernel(
     def _() -> None:
         seq = plan_ref[merge, Column.MERGE_SEQ]
         first_part = plan_ref[merge, Column.MERGE_PART]
-        q_head = head * group
-        first_row = (seq * out_ref.shape[1] + q_head) % 8 if rows > group else 0
-        dims = power_of_two_parts(out_ref.shape[2])
+        shifted = part_ref.shape[3] > queries * group
+        first_row = (seq * q_heads + head * group) % 8 if shifted else 0
+        query, q_head = row // group, head * group + row % group
+        dims = power_of_two_parts(head_dim)
 
         def fold(i: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             accs, peak, total = carry
@@ -108,25 +113,16 @@ def _merge_kernel(
             )
             return accs, new_peak, total * fade + jnp.sum(weights, axis=0)
 
-        # Every part has seen at least one key, so the maximum is finite after the first fold.
         init = (
             tuple(jnp.zeros((dim.size,), jnp.float32) for dim in dims),
-            jnp.float32(-1e30),
+            jnp.float32(LOWEST),
             jnp.float32(0.0),
         )
         accs, peak, total = lax.fori_loop(0, pl.cdiv(later_parts + 1, PARTS), fold, init)
+        seen = total > 0  # false for a query before the sequence's first position
         if with_sinks:
-            total = total + jnp.exp2(refs[0][q_head + row] * LOG2_E - peak)
+            total = total + jnp.where(seen, jnp.exp2(refs[0][q_head] * LOG2_E - peak), 0.0)
+        safe = jnp.where(seen, total, 1.0)
         for dim, acc in zip(dims, accs, strict=True):
-            out_ref[seq, q_head + row, dim] = (acc / total).astype(out_ref.dtype)
-        lse_ref[seq, q_head + row] = (peak + jnp.log2(total)) / LOG2_E
-
-
-def power_of_two_parts(size: int) -> list[pl.Slice]:
-    """Cut a head into pieces that Triton can load: 80 is 64 + 16."""
-    parts, start = [], 0
-    while start < size:
-        part = 1 << ((size - start).bit_length() - 1)
-        parts.append(pl.ds(start, part))
-        start += part
-    return parts
+            out_ref[seq, query, q_head, dim] = (acc / safe).astype(out_ref.dtype)
+        lse_ref[seq, query, q_head] = jnp.where(seen, (peak + jnp.log2(safe)) / LOG2_E, -jnp.inf)

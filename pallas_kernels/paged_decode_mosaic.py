@@ -96,6 +96,8 @@ def paged_decode_attention(
 
 
 def _check_supported(q: jax.Array, kv_pool: jax.Array) -> None:
+    if q.ndim != 3:
+        raise NotImplementedError(f"needs one query per sequence, got {q.shape[1]}")
     head_dim, block_size = q.shape[2], kv_pool.shape[3]
     if not hasattr(plgpu, "InterpretGPUParams"):
         raise NotImplementedError(f"needs the Mosaic GPU of JAX 0.11, got {jax.__version__}")

@@ -70,6 +70,7 @@ def paged_prefill_attention(
     kv_scales: jax.Array | None = None,
     return_lse: bool = False,
     single_rows: bool = True,
+    causal: bool = True,
     plan: jax.Array | None = None,
     config: MosaicPrefillConfig | None = None,
     interpret: Any = None,
@@ -90,6 +91,7 @@ def paged_prefill_attention(
         return_lse: also return the natural log-sum-exp, float32 `[tokens, q_heads]`.
         single_rows: False leaves the rows of sequences that own exactly one unwritten, unless a
             given `plan` lists them.
+        causal: see `prefill_plan.plan_prefill`; of no effect on a given `plan`.
         plan: `prefill_plan.plan_prefill(..., tile_rows=128)`; made from the lengths if None, or if
             `tokens` is not a multiple of 8 of at least 128.
         config: tile sizes; chosen from the shape if None.
@@ -115,7 +117,12 @@ def paged_prefill_attention(
         q = jnp.pad(q, ((0, padded - tokens), (0, 0), (0, 0)))
     if plan is None or padded != tokens:
         plan = prefill_plan.plan_prefill_traced(
-            seq_lens, query_start, tokens=padded, tile_rows=TILE_ROWS, single_rows=single_rows
+            seq_lens,
+            query_start,
+            tokens=padded,
+            tile_rows=TILE_ROWS,
+            single_rows=single_rows,
+            causal=causal,
         )
     shape = Shape(
         q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size,

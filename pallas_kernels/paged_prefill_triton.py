@@ -11,7 +11,6 @@ same iteration.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -21,12 +20,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import prefill_plan
-from pallas_kernels.decode_merge import power_of_two_parts
+from pallas_kernels.triton_attention import (
+    LOG2_E,
+    Softmax,
+    attend_tile,
+    check_addresses,
+    power_of_two_parts,
+    product_dtype,
+    store_rows,
+)
 from pallas_kernels.tuning import TritonPrefillConfig, triton_prefill_config
-
-LOG2_E = math.log2(math.e)
-# The running maximum before any key is seen: finite, so that masked scores (-inf) weigh 0.
-LOWEST = -1e30
 
 
 def paged_prefill_attention(
@@ -43,6 +46,7 @@ def paged_prefill_attention(
     kv_scales: jax.Array | None,
     return_lse: bool,
     single_rows: bool = True,
+    causal: bool = True,
     plan: jax.Array | None = None,
     config: TritonPrefillConfig | None = None,
     interpret: bool = False,
@@ -50,17 +54,12 @@ def paged_prefill_attention(
     """See `pallas_kernels.paged_prefill_attention`; every default is filled in by the caller.
 
     `plan` is a work list for `tile_tokens` rows and no alignment, if the caller has made one; of
-    the list made here, `single_rows=False` leaves out the sequences that own exactly one row.
+    the list made here, `single_rows=False` leaves out the sequences that own exactly one row, and
+    `causal=False` lets every row see all positions of its sequence.
     """
     tokens, q_heads, head_dim = q.shape
     kv_heads = kv_pool.shape[2]
-    if kv_pool.dtype.itemsize == 1 and 2**31 < kv_pool.size <= 2**32:
-        raise NotImplementedError(
-            f"Triton addresses a pool of {kv_pool.size} one-byte elements with 32 bits, "
-            "which wrap at 2**31"
-        )
-    if head_dim % 16:
-        raise NotImplementedError(f"head_dim must be a multiple of 16, got {head_dim}")
+    check_addresses(kv_pool)
     config = config or triton_prefill_config(head_dim, q.dtype.itemsize)
     if plan is None:
         plan = prefill_plan.plan_prefill_traced(
@@ -70,6 +69,7 @@ def paged_prefill_attention(
             tile_rows=tile_tokens(config, q_heads // kv_heads),
             alignment=1,
             single_rows=single_rows,
+            causal=causal,
         )
     extras = [x for x in (sinks, kv_scales) if x is not None]
     whole = pl.BlockSpec(memory_space=pl.ANY)
@@ -133,16 +133,10 @@ def _prefill_kernel(
     padded_group = pl.next_power_of_2(group)
     rows = tile_tokens(config, group) * padded_group
     dims = power_of_two_parts(head_dim)
-    compute = jnp.float16 if kv_ref.dtype.itemsize == 1 else q_ref.dtype
-    precision = lax.Precision.HIGHEST if compute == jnp.float32 else None
+    compute = product_dtype(q_ref.dtype, kv_ref.dtype)
     head, tile = pl.program_id(0), pl.program_id(1)
     key = jnp.arange(block_kv, dtype=jnp.int32)
-
-    def put(ref: Any, value: jax.Array, mask: jax.Array) -> None:
-        if interpret:  # no masked store there; clamped rows repeat what their original writes
-            ref[...] = value
-        else:
-            plt.store(ref, value, mask=mask)
+    put = functools.partial(store_rows, interpret=interpret)  # clamped rows repeat their original
 
     @pl.when(tile < work_ref[0, prefill_plan.COUNT])
     def _() -> None:
@@ -175,56 +169,27 @@ def _prefill_kernel(
             return table_ref[seq, at // block_size], at % block_size
 
         def step(i: jax.Array, carry: tuple[Any, ...], *, masked: bool) -> tuple[Any, ...]:
-            accs, peak, total, (block, slot) = carry
+            state, (block, slot) = carry
             following = place(i + 1)
-            scores = jnp.zeros((rows, block_kv), jnp.float32)
-            for part, q_part in zip(dims, q, strict=True):
-                k = kv_ref[block, 0, head, slot, part].astype(compute)
-                scores += plt.dot(q_part, k, trans_b=True, precision=precision)
-            if soft_cap is None:
-                scores = scores * (factor * LOG2_E)
-            else:
-                scores = jnp.tanh(scores * (factor / soft_cap)) * (soft_cap * LOG2_E)
+            visible = None
             if masked:
                 behind = position[:, None] - (i * block_kv + key)[None, :]
                 visible = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
-                scores = jnp.where(visible, scores, -jnp.inf)
-            new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
-            fade = jnp.exp2(peak - new_peak)
-            weights = jnp.exp2(scores - new_peak[:, None])
-            total = total * fade + jnp.sum(weights, axis=1)
-            weights = weights.astype(compute)
-            accs = tuple(
-                acc * fade[:, None]
-                + plt.dot(
-                    weights, kv_ref[block, 1, head, slot, part].astype(compute),
-                    precision=precision,
-                )
-                for part, acc in zip(dims, accs, strict=True)
+            state = attend_tile(
+                state, q, kv_ref, (block, head, slot), dims=dims, visible=visible, factor=factor,
+                soft_cap=soft_cap,
             )  # fmt: skip
-            return accs, new_peak, total, following
+            return state, following
 
-        carry = (
-            tuple(jnp.zeros((rows, part.size), jnp.float32) for part in dims),
-            jnp.full((rows,), LOWEST, jnp.float32),
-            jnp.zeros((rows,), jnp.float32),
-            place(first),
-        )
+        carry = (Softmax.start(rows, dims), place(first))
         if window is not None:
             carry = lax.fori_loop(first, full_first, functools.partial(step, masked=True), carry)
         carry = lax.fori_loop(full_first, full_end, functools.partial(step, masked=False), carry)
-        carry = lax.fori_loop(full_end, end, functools.partial(step, masked=True), carry)
-        accs, peak, total, _ = carry
-
+        state, _ = lax.fori_loop(full_end, end, functools.partial(step, masked=True), carry)
         if sink_ref is not None:
-            sink = sink_ref[heads] * LOG2_E
-            total = total + jnp.where(total > 0, jnp.exp2(sink - peak), 0.0)
-        seen = total > 0  # false in padding rows
-        safe = jnp.where(seen, total, 1.0)
-        v_factor = 1.0 if scale_ref is None else scale_ref[1, head]
-        for part, acc in zip(dims, accs, strict=True):
-            out = (acc * (v_factor / safe)[:, None]).astype(out_ref.dtype)
-            put(out_ref.at[token, heads, part], out, owned[:, None])
+            state = state.add_sink(sink_ref[heads])
+        outs, lse = state.finish(1.0 if scale_ref is None else scale_ref[1, head])
+        for part, out in zip(dims, outs, strict=True):
+            put(out_ref.at[token, heads, part], out.astype(out_ref.dtype), owned[:, None])
         if lse_ref is not None:
-            lse = jnp.where(seen, (peak + jnp.log2(safe)) / LOG2_E, -jnp.inf)
-            put(lse_ref.at[token, heads], lse, owned)
+            put(lse_ref.at[token, heads], lse / LOG2_E, owned)

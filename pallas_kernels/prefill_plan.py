@@ -43,6 +43,7 @@ def plan_prefill(
     tile_rows: int,
     alignment: int = ROW_ALIGNMENT,
     single_rows: bool = True,
+    causal: bool = True,
 ) -> np.ndarray:
     """Make the work list on the host.
 
@@ -54,13 +55,15 @@ def plan_prefill(
         alignment: a tile's first row is a multiple of this.
         single_rows: False leaves out the sequences that own exactly one row, for a caller that
             computes them in another way; nobody writes their rows then.
+        causal: False lets every row see all positions of its sequence, whose number must then be a
+            multiple of the tile of keys: the kernels only mask what lies behind a row.
 
     Returns:
         int32 `[num_tiles(tokens, seqs, tile_rows, alignment), 8]`; the tiles in use come first,
         ordered by falling number of visible positions.
     """
     lens, start = np.asarray(seq_lens), np.asarray(query_start)
-    return _plan(np, lens, start, tokens, tile_rows, alignment, single_rows)
+    return _plan(np, lens, start, tokens, tile_rows, alignment, single_rows, causal)
 
 
 def plan_prefill_traced(
@@ -71,9 +74,10 @@ def plan_prefill_traced(
     tile_rows: int,
     alignment: int = ROW_ALIGNMENT,
     single_rows: bool = True,
+    causal: bool = True,
 ) -> jax.Array:
     """`plan_prefill` for traced lengths, inside a jitted function."""
-    return _plan(jnp, seq_lens, query_start, tokens, tile_rows, alignment, single_rows)
+    return _plan(jnp, seq_lens, query_start, tokens, tile_rows, alignment, single_rows, causal)
 
 
 def _plan(
@@ -84,6 +88,7 @@ def _plan(
     tile_rows: int,
     alignment: int,
     single_rows: bool,
+    causal: bool,
 ) -> Any:
     seqs = seq_lens.shape[0]
     length = num_tiles(tokens, seqs, tile_rows, alignment)
@@ -106,7 +111,7 @@ def _plan(
     row = aligned[seq] + (slot - (last[seq] - tiles[seq])) * xp.int32(tile_rows)
     low = xp.maximum(row, start[seq])
     high = xp.minimum(row + xp.int32(tile_rows), end[seq])
-    offset = lens[seq] - end[seq]
+    offset = lens[seq] - (end[seq] if causal else start[seq] + xp.int32(1))
     visible = xp.where(used, xp.maximum(high + offset, xp.int32(0)), xp.int32(-1))
     order = xp.argsort(-visible, kind="stable") if xp is np else xp.argsort(-visible, stable=True)
     count = xp.full((length,), 0, xp.int32) + last[-1]

@@ -41,9 +41,12 @@ def paged_decode_attention(
     seq_lens: jax.Array,
     **options: Any,
 ) -> Any:
-    """Decode is the ragged case in which every sequence owns one row."""
-    query_start = jnp.arange(seq_lens.shape[0] + 1, dtype=jnp.int32)
-    return paged_prefill_attention(q, kv_pool, block_tables, seq_lens, query_start, **options)
+    """Decode is the ragged case in which every sequence owns equally many rows."""
+    rows = q.shape[1] if q.ndim == 4 else 1
+    query_start = jnp.arange(seq_lens.shape[0] + 1, dtype=jnp.int32) * rows
+    flat = q.reshape(-1, *q.shape[-2:])
+    result = paged_prefill_attention(flat, kv_pool, block_tables, seq_lens, query_start, **options)
+    return jax.tree.map(lambda x: x.reshape(*q.shape[:-2], *x.shape[1:]), result)
 
 
 def paged_prefill_attention(

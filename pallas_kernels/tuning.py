@@ -105,7 +105,7 @@ def decode_config(
 
     Args:
         backend: kernel that it is for.
-        q: `[seqs, q_heads, head_dim]`; only its shape counts, as for the other arrays.
+        q: as for `paged_decode_attention`; only its shape counts, as for the other arrays.
         kv_pool: `[blocks, 2, kv_heads, block_size, head_dim]`.
         block_tables: `[seqs, max_blocks]`.
     """
@@ -113,8 +113,8 @@ def decode_config(
     best = nearest_case(decode_table(device_kind()), case, q.shape[0], backend)
     if best is not None:
         return DecodeConfig(**best["config"])
-    group = q.shape[1] // kv_pool.shape[2]
-    return default_decode_config(backend, group, q.shape[2], kv_pool.dtype.itemsize, core_count())
+    group = q.shape[-2] // kv_pool.shape[2]
+    return default_decode_config(backend, group, q.shape[-1], kv_pool.dtype.itemsize, core_count())
 
 
 def default_decode_config(
@@ -238,8 +238,8 @@ def core_count() -> int:
 
 def _case(q: jax.Array, kv_pool: jax.Array) -> dict[str, Any]:
     return {
-        "q_heads": q.shape[1],
+        "q_heads": q.shape[-2],
         "kv_heads": kv_pool.shape[2],
-        "head_dim": q.shape[2],
+        "head_dim": q.shape[-1],
         "kv_dtype": kv_pool.dtype.name,
     }

@@ -93,24 +93,28 @@ def _decode(
     q: jax.Array, kv_pool: jax.Array, block_tables: jax.Array, seq_lens: jax.Array, opts: _Options
 ) -> tuple[jax.Array, jax.Array]:
     """All sequences side by side, one chunk of each per iteration."""
-    seqs, q_heads, head_dim = q.shape
+    seqs, q_heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
     kv_heads = kv_pool.shape[2]
+    group = q_heads // kv_heads
     chunk = _chunk_tokens(kv_pool, block_tables)
-    grouped = q.reshape(seqs, kv_heads, q_heads // kv_heads, head_dim).astype(jnp.float32)
-    position = seq_lens[:, None] - 1  # [seqs, rows=1]
-    first, end = _chunk_range(position, position, chunk, opts.window)
-    state = _init_state((seqs, kv_heads, q_heads // kv_heads), head_dim)
+    grouped = q.reshape(seqs, -1, kv_heads, group, head_dim).swapaxes(1, 2)
+    rows = grouped.shape[2]  # queries of one sequence: its last positions
+    grouped = grouped.reshape(seqs, kv_heads, rows * group, head_dim).astype(jnp.float32)
+    position = seq_lens[:, None] - rows + jnp.arange(rows, dtype=jnp.int32)[None, :]
+    first, end = _chunk_range(jnp.maximum(position, 0), position, chunk, opts.window)
+    state = _init_state((seqs, kv_heads, rows * group), head_dim)
 
     def body(i: jax.Array, state: _State) -> _State:
         start = (first + i) * chunk  # each sequence starts where its own window does
         k, v, key_position = _gather(kv_pool, block_tables, start, seq_lens, chunk, opts)
-        visible = _visible(position, key_position, opts.window)  # [seqs, 1, chunk]
-        return _attend(state, grouped, k, v, visible[:, None], opts)
+        visible = _visible(position, key_position, opts.window)  # [seqs, rows, chunk]
+        return _attend(state, grouped, k, v, jnp.repeat(visible, group, axis=1)[:, None], opts)
 
     state = lax.fori_loop(0, jnp.max(end - first, initial=0), body, state)
-    sinks = None if opts.sinks is None else opts.sinks.reshape(1, kv_heads, q_heads // kv_heads)
-    out, lse = _finish(state, sinks)
-    return out.reshape(q.shape).astype(q.dtype), lse.reshape(seqs, q_heads)
+    state = jax.tree.map(lambda x: x.reshape(seqs, kv_heads, rows, group, *x.shape[3:]), state)
+    sinks = None if opts.sinks is None else opts.sinks.reshape(1, kv_heads, 1, group)
+    out, lse = (x.swapaxes(1, 2) for x in _finish(state, sinks))
+    return out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:-1])
 
 
 def _prefill_tiles(

@@ -104,6 +104,8 @@ def dense(case, *, scale=None, window=None, soft_cap=None, sinks=None):
         kv = kv.transpose(1, 2, 0, 3, 4).reshape(2, kv_heads, -1, head_dim)[:, :, :length]
         for i in range(case.rows[s]):
             t, position = case.query_start[s] + i, length - case.rows[s] + i
+            if position < 0:  # a row before the first position is padding
+                continue
             start = 0 if window is None else max(0, position - window + 1)
             for h in range(q_heads):
                 k, v = kv[:, h * kv_heads // q_heads, start : position + 1]

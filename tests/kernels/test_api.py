@@ -23,7 +23,9 @@ def decode_args(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"q": jnp.zeros((3, 6, 8))}, r"q must be \[seqs, q_heads, 16\].*got \(3, 6, 8\)"),
+        ({"q": jnp.zeros((3, 6, 8))}, r"q must be \[..., q_heads, 16\].*got \(3, 6, 8\)"),
+        ({"q": jnp.zeros((3, 16))}, r"q must be \[seqs, q_heads, head_dim\] or .*got \(3, 16\)"),
+        ({"q": jnp.zeros((3, 2, 5, 16))}, r"multiple of kv_heads=2 heads, got 5"),
         ({"q": jnp.zeros((3, 5, 16))}, r"multiple of kv_heads=2 heads, got 5"),
         ({"q": jnp.zeros((2, 6, 16))}, r"q must be .* = \(3, 6, 16\), got \(2, 6, 16\)"),
         ({"q": jnp.zeros((3, 6, 16), jnp.int32)}, "q must be float32.*got int32"),
@@ -39,6 +41,8 @@ def decode_args(**changes):
         ({"soft_cap": 0.0}, "soft_cap must be positive, got 0"),
         ({"sinks": jnp.zeros((5,))}, r"sinks must be .*\(6,\), got \(5,\)"),
         ({"sinks": jnp.zeros((6,), jnp.bfloat16)}, "sinks must be float32, got bfloat16"),
+        ({"shared_blocks": jnp.zeros((3,), jnp.int32)}, r"shared_blocks must be .*got \(3,\)"),
+        ({"shared_blocks": jnp.float32(1.0)}, "shared_blocks must be int32, got float32"),
         ({"implementation": "cuda"}, "implementation='cuda' is not one of"),
     ],
 )
@@ -53,6 +57,12 @@ def test_a_wrong_argument_is_named_with_what_was_wanted(changes, message):
         ({"block_tables": jnp.full((3, 4), 5, jnp.int32)}, r"blocks 0 \.\. 4, got 5 \.\. 5"),
         ({"block_tables": jnp.full((3, 4), -1, jnp.int32)}, r"blocks 0 \.\. 4, got -1 \.\. -1"),
         ({"seq_lens": jnp.full((3,), 65, jnp.int32)}, r"seq_lens must be in 0 \.\. 64, got 65"),
+        ({"shared_blocks": 2}, r"shared_blocks=2 needs seq_lens of 0 or at least 33, got \[20"),
+        ({"shared_blocks": -1}, "shared_blocks=-1"),
+        (
+            {"shared_blocks": 1, "block_tables": jnp.asarray([[1, 2, 0, 0]] * 2 + [[3, 2, 0, 0]])},
+            "begin with 1 equal columns",
+        ),
     ],
 )
 def test_values_out_of_range_are_named_when_checks_are_on(changes, message):
@@ -73,6 +83,12 @@ def test_prefill_checks_query_start():
     args = decode_args(q=jnp.zeros((7, 6, 16)))
     with pytest.raises(ValueError, match=r"query_start must be \[seqs \+ 1\] = \(4,\), got \(3,\)"):
         pallas_kernels.paged_prefill_attention(**args, query_start=jnp.zeros((3,), jnp.int32))
+    start = jnp.asarray([0, 2, 1, 3], jnp.int32)
+    with jax.enable_checks(True), pytest.raises(ValueError, match="query_start must rise by 0"):
+        pallas_kernels.paged_prefill_attention(**args, query_start=start)
+    args = decode_args(q=jnp.zeros((7, 1, 6, 16)))
+    with pytest.raises(ValueError, match=r"q must be \[tokens, .*got \(7, 1, 6, 16\)"):
+        pallas_kernels.paged_prefill_attention(**args, query_start=jnp.zeros((4,), jnp.int32))
 
 
 def test_write_checks_dtype_and_shape():
@@ -82,6 +98,28 @@ def test_write_checks_dtype_and_shape():
         pallas_kernels.write_kv(pool, k, jnp.zeros((3, 2, 4)), slots)
     with pytest.raises(ValueError, match="pool's dtype float32, got float16"):
         pallas_kernels.write_kv(pool, k.astype(jnp.float16), k.astype(jnp.float16), slots)
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        ([16, -1, 0], r"slot_mapping must be in 0 \.\. 79, got -1 \.\. 16"),
+        ([16, 80, 0], r"slot_mapping must be in 0 \.\. 79, got 0 \.\. 80"),
+        ([16, 16, 0], r"no slot but 0 twice, got \[16 16  0\]"),
+    ],
+)
+def test_a_slot_that_cannot_be_written_is_named_when_checks_are_on(slots, message):
+    """KE20: -1 would be the pool's last slot."""
+    pool, k = jnp.zeros((5, 2, 2, 16, 8)), jnp.zeros((3, 2, 8))
+    with jax.enable_checks(True), pytest.raises(ValueError, match=message):
+        pallas_kernels.write_kv(pool, k, k, jnp.asarray(slots, jnp.int32))
+
+
+def test_padding_slots_may_repeat_when_checks_are_on():
+    pool, k = jnp.zeros((5, 2, 2, 16, 8)), jnp.ones((3, 2, 8))
+    with jax.enable_checks(True):
+        pool = pallas_kernels.write_kv(pool, k, k, jnp.asarray([0, 0, 79], jnp.int32))
+    assert pool[4, :, :, 15].all()
 
 
 def test_the_default_falls_through_and_a_named_one_fails_loudly(monkeypatch):
