@@ -112,6 +112,10 @@ class Tiers:
             name, _ = self._on_disk.popitem(last=False)
             self._files.append(FileDelete(name))
 
+    def host_contents(self) -> dict[bytes, int]:
+        """The slot of everything that `find` finds in host memory, by key."""
+        return {key: held.slot for key, held in self._by_key.items() if not held.reading}
+
     def find(self, keys: Iterable[bytes]) -> list[int | HostBlock]:
         """The longest prefix on the GPU (as a block of the pool) and in host memory together.
 
