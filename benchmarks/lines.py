@@ -1,0 +1,67 @@
+"""Reading back what `record` wrote: which lines count, and what stands beside what."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+Lines = dict[tuple[str, ...], Line]  # bench, device, case, and what else tells lines apart
+
+# What tells the lines of one case apart, where one run writes several.
+VARIED = {"serving": ("arrivals", "load", "rate_per_s")}
+BENCHES = (
+    "offline", "torch_generate", "torch_continuous", "step", "torch_step", "serving", "profile",
+    "generate",
+)  # fmt: skip
+
+
+def read_lines(paths: Iterable[Path]) -> Lines:
+    """The latest line of every case.
+
+    Raises:
+        ValueError: a line is no JSON object, or lacks its benchmark or case.
+    """
+    latest: Lines = {}
+    for path in sorted(paths):
+        for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                line = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path.name}, line {number}: {error}") from None
+            if not isinstance(line, dict) or not {"bench", "case"} <= set(line):
+                raise ValueError(f"{path.name}, line {number}: want an object with bench and case")
+            if line["bench"] in BENCHES:
+                latest.pop(key(line), None)  # the order is that of the lines that count
+                latest[key(line)] = line
+    return latest
+
+
+def key(line: Line) -> tuple[str, ...]:
+    """Which measurement a line is."""
+    # A load is a fraction of what was measured in the same run: its rate differs from run to run.
+    varied = [name for name in VARIED.get(line["bench"], ()) if line.get(name) is not None][:2]
+    return (line["bench"], device(line), line["case"], *(str(line[name]) for name in varied))
+
+
+def device(line: Line) -> str:
+    """The device that was measured; PyTorch's lines name the processor beside it."""
+    name = line.get("torch_device") or line["device"]
+    return line.get("cpu", line["device"]) if name == "cpu" else name
+
+
+def of_bench(lines: Lines, bench: str) -> list[Line]:
+    """The lines of one benchmark."""
+    return [line for line in lines.values() if line["bench"] == bench]
+
+
+def beside(lines: Lines, line: Line, bench: str) -> Line | None:
+    """Another contender's line of the same case on the same device.
+
+    None of them compresses its cache, so a case with a compressed one is set beside theirs.
+    """
+    dtype = line["case"].split()[1]
+    case = line["case"].replace(dtype, dtype.split("/")[0])
+    return lines.get((bench, device(line), case))

@@ -1,0 +1,178 @@
+"""The README's tables: which lines count, what stands beside what, and that they are up to date."""
+
+import json
+import re
+
+import pytest
+
+from benchmarks import compare
+from benchmarks.compare import README, RESULTS, number, renewed, section
+from benchmarks.lines import device, of_bench, read_lines
+
+H200 = {"device": "NVIDIA H200", "cpu": "Xeon", "jax": "0.11.2", "commit": "abc"}
+TORCH = {"device": "Xeon", "torch_device": "NVIDIA H200", "torch": "2.11", "commit": "abd"}
+OFFLINE = {
+    "bench": "offline", "case": "llama2-13b bfloat16 short", "requests": 512,
+    "prompt_tokens": 65536, "output_tokens": 65536, "requests_per_s": 60.0,
+    "output_tokens_per_s": 7680.0, "mean_kv_utilisation": 0.5, "peak_kv_utilisation": 0.9,
+    "mean_kv_waste": 0.031, "preemptions": 2, "kv_saving": 0.936, "peak_running": 256,
+    "matmul_share": 0.42, "weights": "random", **H200,
+}  # fmt: skip
+STATIC = {
+    "bench": "torch_generate", "case": "llama2-13b bfloat16 short", "requests_per_s": 6.1,
+    "output_tokens_per_s": 786.0, "complete": False, **TORCH,
+}  # fmt: skip
+PAGED = STATIC | {"bench": "torch_continuous", "requests_per_s": 75.0, "complete": True}
+STEP = {
+    "bench": "step", "case": "llama3.1-8b bfloat16 32x1024", "step_us": 5000.0,
+    "caller_us": 5100.0, "floor_us": 4500.0, "ratio_to_floor": 1.111, **H200,
+}  # fmt: skip
+TORCH_STEP = {"bench": "torch_step", "case": STEP["case"], "step_us": 6000.0, **TORCH}
+SERVING = {
+    "bench": "serving", "case": "llama3.1-8b bfloat16 conv", "arrivals": "trace", "load": 0.8,
+    "rate_per_s": 21.37, "goodput_per_s": 20.1, "good_share": 0.97,
+    **{f"{n}_p{p}_ms": p + 0.123 for n in ("ttft", "itl", "e2e") for p in (50, 90, 99)}, **H200,
+}  # fmt: skip
+PROFILE = {
+    "bench": "profile", "case": "llama3.1-8b bfloat16 256x512", "running_at_start": 256,
+    "step_us": 14321.0, "idle_share": 0.0312, "kernels_per_step": 321.4,
+    "compiles_after_warmup": 0, **H200,
+}  # fmt: skip
+GENERATE = {
+    "bench": "generate", "case": "32_prompts_64_tokens", "model": "SmolLM2", "dtype": "float32",
+    "engine_tokens_per_s": 221.4, "one_by_one_tokens_per_s": 12.5,
+    "padded_batch_tokens_per_s": 161.0, "device": "cpu", "cpu": "AMD EPYC",
+}  # fmt: skip
+ALL = [OFFLINE, STATIC, PAGED, STEP, TORCH_STEP, SERVING, PROFILE, GENERATE]
+
+
+def lines_of(tmp_path, *lines):
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return read_lines([path])
+
+
+def row(text, start):
+    """Cells of the one table row that starts with this."""
+    [found] = re.findall(rf"^\| ({re.escape(start)}.*) \|$", text, re.MULTILINE)
+    return found.split(" | ")
+
+
+def test_the_readme_says_what_the_committed_lines_give():
+    lines = read_lines(RESULTS.glob("*.jsonl"))
+    readme = README.read_text(encoding="utf-8")
+    assert readme == renewed(readme, section(lines)), "python -m benchmarks.compare writes it anew"
+    assert compare.main(["--check"]) == 0
+
+
+def test_every_plot_that_the_readme_shows_is_there():
+    shown = re.findall(r"^!\[\w+\]\((.*)\)$", README.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(shown) == [str(p.relative_to(compare.ROOT)) for p in compare.plots()]
+
+
+def test_both_contenders_stand_beside_the_engine_won_or_lost(tmp_path):
+    """By hand: 60 / 6.1 and 60 / 75; the broken-off run is marked."""
+    cells = row(compare.offline_table(lines_of(tmp_path, *ALL)), "llama2-13b bfloat16 short")
+    assert cells == [
+        "llama2-13b bfloat16 short (512 × 128 + 128)", "60.0 · 7,680", "6.10 · 786 †",
+        "75.0 · 786", "9.84", "0.80",
+    ]  # fmt: skip
+
+
+def test_a_contender_on_another_device_is_not_compared(tmp_path):
+    elsewhere = STATIC | {"torch_device": "NVIDIA B200"}
+    lines = lines_of(tmp_path, OFFLINE, elsewhere)
+    assert row(compare.offline_table(lines), "llama2")[2:] == ["–", "–", "–", "–"]
+
+
+def test_a_compressed_cache_is_set_beside_the_contenders_plain_one(tmp_path):
+    fp8 = OFFLINE | {"case": "llama2-13b bfloat16/fp8 short", "requests_per_s": 61.0}
+    cells = row(compare.offline_table(lines_of(tmp_path, fp8, STATIC)), "llama2-13b bfloat16/fp8")
+    assert cells[2] == "6.10 · 786 †" and cells[4] == "10.00"
+
+
+def test_a_step_stands_beside_pytorch_and_the_floor(tmp_path):
+    cells = row(compare.step_table(lines_of(tmp_path, STEP, TORCH_STEP)), "llama3.1-8b")
+    assert cells[1:] == ["5.00", "5.10", "4.50", "1.11", "6.00", "1.20"]
+    assert row(compare.step_table(lines_of(tmp_path, STEP)), "llama3.1-8b")[5:] == ["–", "–"]
+
+
+def test_the_other_tables_repeat_their_lines(tmp_path):
+    lines = lines_of(tmp_path, *ALL)
+    serving = row(compare.serving_table(lines), "llama3.1-8b")
+    assert serving[0].endswith("conv, trace")
+    assert serving[1:] == ["21.4 (80 %)", *["50.1 / 90.1 / 99.1"] * 3, "20.1 (97 %)"]
+    assert row(compare.memory_table(lines), "llama2")[1:] == [
+        "50 / 90",
+        "3.1",
+        "2",
+        "94",
+        "256",
+        "42",
+    ]
+    assert row(compare.profile_table(lines), "llama3.1")[1:] == ["256", "14.3", "3.1", "321", "0"]
+    generate = row(compare.generate_table(lines), "SmolLM2")
+    assert generate[1:] == ["221", "161", "12.5", "1.38", "17.71"]
+
+
+def test_the_last_line_of_a_case_counts_and_rates_are_cases_of_their_own(tmp_path):
+    again, half = OFFLINE | {"requests_per_s": 70.0}, SERVING | {"load": 0.5, "rate_per_s": 13.4}
+    lines = lines_of(tmp_path, OFFLINE, SERVING, again, half, SERVING | {"rate_per_s": 22.0})
+    assert [line["requests_per_s"] for line in of_bench(lines, "offline")] == [70.0]
+    assert [line["rate_per_s"] for line in of_bench(lines, "serving")] == [13.4, 22.0]
+    absolute = [SERVING | {"load": None, "rate_per_s": rate} for rate in (1.0, 2.0)]
+    assert len(of_bench(lines_of(tmp_path, *absolute), "serving")) == 2
+
+
+def test_devices_have_sections_of_their_own_gpus_first(tmp_path):
+    lines = lines_of(tmp_path, GENERATE, OFFLINE, STATIC | {"torch_device": "cpu"})
+    text = section(lines)
+    assert [device(line) for line in lines.values()] == ["AMD EPYC", "NVIDIA H200", "Xeon"]
+    assert re.findall("^### (.*)", text, re.MULTILINE) == [
+        "NVIDIA H200",
+        "AMD EPYC",
+    ]  # a contender alone has none
+    assert "jax 0.11.2" in text and "Weights are random" in text
+
+
+def test_lines_of_other_benchmarks_are_passed_over(tmp_path):
+    assert lines_of(tmp_path, {"bench": "paged_decode", "case": "x"}) == {}
+    assert section({}).count("###") == 0
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"bench": "step"}'])
+def test_a_damaged_line_is_named(tmp_path, text):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"bench": "other", "case": "x"}\n' + text)
+    with pytest.raises(ValueError, match=r"bad\.jsonl, line 2"):
+        read_lines([path])
+
+
+def test_only_what_is_between_the_marks_changes():
+    begin, end = compare.BEGIN, compare.END
+    assert renewed(f"a\n{begin}old\n{end}z\n", "new") == f"a\n{begin}\nnew\n{end}z\n"
+    for broken in ("a", begin, end + begin, begin + begin + end, begin + end + end):
+        with pytest.raises(ValueError, match="once each"):
+            renewed(broken, "new")
+
+
+def test_numbers_have_three_digits():
+    assert [number(x) for x in (0.123, 9.876, 12.34, 1234.5)] == ["0.12", "9.88", "12.3", "1,234"]
+
+
+def test_every_kind_of_line_is_drawn_and_old_plots_go(tmp_path):
+    from benchmarks.plots import draw
+
+    folder = tmp_path / "plots"
+    files = draw(lines_of(tmp_path, *ALL), folder)
+    assert [path.name for path in files] == [
+        "offline_h200.png",
+        "step_h200.png",
+        "serving_h200.png",
+    ]
+    content = [path.read_bytes() for path in files]
+    assert all(data.startswith(b"\x89PNG") and len(data) > 5000 for data in content)
+    again = draw(lines_of(tmp_path, *ALL), folder)
+    assert [path.read_bytes() for path in again] == content  # nothing of the day in them
+    assert draw(lines_of(tmp_path, STEP), folder) == [folder / "step_h200.png"]
+    assert list(folder.iterdir()) == [folder / "step_h200.png"]
