@@ -55,7 +55,7 @@ class BlockManager:
         self._caching = config.prefix_caching
         self._tables = np.zeros((config.max_num_seqs, config.max_blocks_per_seq), np.int32)
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
-        self._copies: list[tuple[int, int]] = []
+        self._copies: dict[int, int] = {}  # sources by destination
         self._copied_from: list[int] = []
         self._epoch = 0
         self.num_copied = 0
@@ -277,7 +277,8 @@ class BlockManager:
         Returns:
             int32[num_copies, 2], source and destination; they are not returned again.
         """
-        copies = np.array(self._copies, np.int32).reshape(-1, 2)
+        pairs = [(source, new) for new, source in self._copies.items()]
+        copies = np.array(pairs, np.int32).reshape(-1, 2)
         self._copies.clear()
         self.pool.release(self._copied_from)
         self._copied_from.clear()
@@ -379,7 +380,7 @@ class BlockManager:
             return
         old = seq.blocks[at]
         (new,) = self.pool.take(1)
-        self._copies.append((old, new))
+        self._copies[new] = self._copies.get(old, old)  # the old one may be such a copy itself
         self.num_copied += 1
         if self.pool.num_owners(old) > 1:
             self.pool.release([old])

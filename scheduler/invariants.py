@@ -32,6 +32,9 @@ def check(scheduler: Scheduler) -> None:
     assert len(set(seq.seq_id for seq in seqs)) == len(seqs), "a sequence is listed twice"
     for queue in (running, waiting):  # one that waits for a sibling or a file is passed over
         assert queue == sorted(queue), "first come is not first served"
+    alone = [seq.seq_id for seq in seqs if not seq.siblings and seq.status is not Status.DRAINING]
+    if scheduler.blocks.tiers is None:
+        assert alone == sorted(alone), "first come is not first served"
     assert scheduler.has_unfinished() == bool(seqs)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect, insort
 from collections import deque
 from collections.abc import Iterable
-from copy import copy
 
 from scheduler.block_manager import BlockManager
 from scheduler.config import SchedulerConfig
@@ -223,6 +222,7 @@ class Scheduler:
             if seq is None:
                 continue
             if planned.sample_row >= 0 and seq.request.beam:
+                seq.num_written = seq.num_computed  # no newer plan has it
                 name, cached = planned.request_id, seq.num_cached_tokens or 0
                 updates.append(SeqUpdate(seq.seq_id, name, [], num_cached_tokens=cached))
             elif planned.sample_row >= 0:
@@ -237,18 +237,21 @@ class Scheduler:
         shared by reference; beams without a choice keep waiting.
 
         Args:
-            choices: at most one for each beam; the parents have computed all their tokens in
-                plans that have been updated, and wait.
+            choices: at most one for each beam; beams and parents wait, and the plans that have
+                computed their tokens have been updated.
 
         Raises:
             ValueError: a beam or a parent is not live, does not wait, or is listed twice as a
                 beam; nothing has changed.
         """
         choices = list(choices)
-        pairs = [(self._held(c.request_id), self._held(c.parent_id)) for c in choices]
+        planned = {share.seq_id for plan in self._in_flight for share in plan.seqs}
+        pairs = [
+            (self._held(c.request_id, planned), self._held(c.parent_id, planned)) for c in choices
+        ]
         if len({seq.seq_id for seq, _ in pairs}) < len(pairs):
             raise ValueError(f"a beam is chosen for twice in {choices}")
-        before = [copy(parent) for _, parent in pairs]
+        before = [parent.snapshot() for _, parent in pairs]
         shared = [None if seq is parent else self.blocks.share(parent) for seq, parent in pairs]
         for choice, (seq, parent), was, blocks in zip(choices, pairs, before, shared, strict=True):
             if blocks is not None:
@@ -400,10 +403,10 @@ class Scheduler:
         check_siblings(request, prompt, sibling)
         return sibling
 
-    def _held(self, request_id: str) -> Sequence:
-        """The beam of this name, which waits to be chosen."""
+    def _held(self, request_id: str, planned: set[int]) -> Sequence:
+        """The beam of this name, which waits to be chosen and is not among those in flight."""
         seq = self._by_request_id.get(request_id)
-        if seq is None or not seq.held:
+        if seq is None or not seq.held or seq.seq_id in planned:
             raise ValueError(f"{request_id!r} is no beam that waits to be chosen")
         return seq
 

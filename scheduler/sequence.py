@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from copy import copy
 
 import numpy as np
 
@@ -142,6 +143,12 @@ class Sequence:
         self.outputs.append(token)
         self.num_known += 1
         self.num_pending -= 1
+
+    def snapshot(self) -> Sequence:
+        """What it is now, whatever becomes of it; to be read only."""
+        now = copy(self)
+        now.outputs = self.outputs[:]
+        return now
 
     def token(self, position: int) -> int:
         """The token at one position, 0 while it is pending."""

@@ -8,6 +8,7 @@ was overwritten, mixed up or never written gives another token than `expected_to
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from scheduler import (
+    BeamChoice,
     FinishReason,
     Request,
     Scheduler,
@@ -31,10 +33,14 @@ VOCAB = 997
 _WEIGHTS = np.random.default_rng(0).integers(1, 2**62, size=1 << 16, dtype=np.uint64)
 
 
-def next_token(tokens: np.ndarray) -> int:
-    """The token that follows `tokens`: a hash of all of them and their order."""
+def next_token(tokens: np.ndarray, request_id: str) -> int:
+    """The token that follows `tokens`: a hash of all of them and their order.
+
+    Samples of one prompt, named `prompt#0`, `prompt#1` ..., differ by their number.
+    """
     mixed = tokens.astype(np.uint64) + np.uint64(1)
-    return int((mixed * _WEIGHTS[: len(tokens)]).sum() >> np.uint64(32)) % VOCAB
+    sample = int(request_id.partition("#")[2] or 0)
+    return (int((mixed * _WEIGHTS[: len(tokens)]).sum() >> np.uint64(32)) + 7 * sample) % VOCAB
 
 
 def request(
@@ -42,15 +48,26 @@ def request(
 ) -> Request:
     """A request; a number as the prompt stands for that many tokens made from the id."""
     if isinstance(prompt, int):
-        seed = [ord(char) for char in request_id]
+        seed = [ord(char) for char in request_id.partition("#")[0]]
         prompt = np.random.default_rng(seed).integers(0, VOCAB, size=prompt).tolist()
-    prompt_logprobs = bool(options.pop("prompt_logprobs", False))
+    rules = {
+        name: options.pop(name) for name in ("min_tokens", "stop_token_ids") if name in options
+    }
     return Request(
         request_id=request_id,
         prompt_token_ids=prompt,
-        stop=StopRules(max_tokens=max_tokens, **options),  # type: ignore[arg-type]
-        prompt_logprobs=prompt_logprobs,
+        stop=StopRules(max_tokens=max_tokens, **rules),  # type: ignore[arg-type]
+        **options,  # type: ignore[arg-type]
     )
+
+
+def samples(name: str, count: int, prompt: int | Sequence[int], *args: int) -> list[Request]:
+    """Sibling requests for `count` samples of one prompt."""
+    first = f"{name}#0"
+    others = [
+        request(f"{name}#{index}", prompt, *args, sibling_of=first) for index in range(1, count)
+    ]
+    return [request(first, prompt, *args), *others]
 
 
 def expected_tokens(request: Request, max_seq_len: int) -> tuple[list[int], FinishReason]:
@@ -59,13 +76,46 @@ def expected_tokens(request: Request, max_seq_len: int) -> tuple[list[int], Fini
     outputs: list[int] = []
     rules = request.stop
     while True:
-        token = next_token(np.array(tokens))
+        token = next_token(np.array(tokens), request.request_id)
         tokens.append(token)
         outputs.append(token)
         if token in rules.stop_token_ids and len(outputs) > rules.min_tokens:
             return outputs, FinishReason.STOP
         if len(outputs) == rules.max_tokens or len(tokens) == max_seq_len:
             return outputs, FinishReason.LENGTH
+
+
+@dataclass
+class BeamSearch:
+    """The beams of one prompt, which are chosen at random whenever all that compute have reported.
+
+    Attributes:
+        tokens: of each live beam, by its request id; None before it is chosen first.
+        last: where each search ends, in tokens.
+        reported: the beams that wait.
+    """
+
+    tokens: dict[str, list[int] | None]
+    last: int
+    rng: np.random.Generator
+    reported: set[str] = field(default_factory=set)
+
+    def choose(self, scheduler: Scheduler) -> list[str]:
+        """Choose for each beam; the ids of those that have ended."""
+        parents = sorted(self.reported)
+        self.reported.clear()
+        if any(len(self.tokens[name] or ()) >= self.last for name in parents):
+            return list(self.tokens)
+        choices: list[BeamChoice] = []
+        for name in self.tokens:
+            own = name in parents and self.rng.random() < 0.5
+            parent = name if own else parents[self.rng.integers(len(parents))]
+            choices.append(BeamChoice(name, parent, int(self.rng.integers(VOCAB))))
+        before = {name: self.tokens[name] for name in parents}
+        scheduler.choose_beams(choices)
+        for name, parent, token in choices:
+            self.tokens[name] = [*(before[parent] or ()), token]
+        return []
 
 
 class HashModel:
@@ -79,7 +129,12 @@ class HashModel:
         self._last_samples = np.empty(0, np.int32)
 
     def run(self, plan: StepPlan) -> np.ndarray:
-        """Write the step's tokens, read every context, and sample; int32[num_samples]."""
+        """Copy blocks, write the step's tokens, read every context, and sample.
+
+        Returns:
+            int32[num_samples].
+        """
+        self._copy(plan.copies)
         tokens = plan.token_ids.copy()
         query_start = plan.query_start()
         fed = plan.feed_rows >= 0
@@ -92,6 +147,14 @@ class HashModel:
         samples = [token for row in range(len(plan.seqs)) for token in self._read(plan, row)]
         self._last_samples = np.array(samples, np.int32)
         return self._last_samples.copy()
+
+    def _copy(self, copies: np.ndarray) -> None:
+        sources, destinations = copies.T
+        assert len(set(destinations.tolist())) == len(destinations), "two copies to one block"
+        assert copies.size == 0 or copies.min() > 0, "the null block is copied"
+        for slots in (self._tokens, self._positions):
+            blocks = slots.reshape(-1, self._block_size)
+            blocks[destinations] = blocks[sources]
 
     def check_content(self, index: PrefixIndex) -> None:
         """Whatever is offered as a prefix has been written, at the positions of a full block."""
@@ -115,7 +178,8 @@ class HashModel:
         )
         context = self._tokens[slots]
         return [
-            next_token(context[: end - back]) for back in range(planned.num_samples - 1, -1, -1)
+            next_token(context[: end - back], planned.request_id)
+            for back in range(planned.num_samples - 1, -1, -1)
         ]
 
 
@@ -168,6 +232,7 @@ class Driver:
     end_order: list[str] = field(default_factory=list)
     requests: dict[int, Request] = field(default_factory=dict)
     last_updates: dict[int, SeqUpdate] = field(default_factory=dict)
+    searches: dict[str, BeamSearch] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.config)
@@ -181,8 +246,25 @@ class Driver:
         self.outputs |= {seq_id: [] for seq_id in seq_ids}
         return seq_ids
 
+    def add_beams(
+        self, name: str, width: int, prompt: int | Sequence[int], num_tokens: int, seed: int
+    ) -> None:
+        """Queue a beam search that chooses at random until a beam has `num_tokens` tokens."""
+        beams = [dataclasses.replace(r, beam=True) for r in samples(name, width, prompt, 1000)]
+        self.add(*beams)
+        search = BeamSearch(
+            {beam.request_id: None for beam in beams}, num_tokens, np.random.default_rng(seed)
+        )
+        self.searches |= {beam.request_id: search for beam in beams}
+
     def finish(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
-        """End a request from outside, if it is live."""
+        """End a request from outside, if it is live; all beams of a search that has not begun."""
+        search = self.searches.pop(request_id, None)
+        if search is not None:
+            begun = search.tokens.pop(request_id) is not None
+            search.reported.discard(request_id)
+            for other in [] if begun else list(search.tokens):
+                self.finish(other, reason)
         update = self.scheduler.finish(request_id, reason)
         if update is not None:
             self._take_in([update])
@@ -190,22 +272,50 @@ class Driver:
 
     def step(self) -> StepPlan | None:
         """One turn of the engine's loop; returns the plan that was made."""
-        oldest = next(
-            (s for s in self.scheduler.sequences() if s.status is not Status.DRAINING), None
-        )
+        wanting = [s for s in self.scheduler.sequences() if s.status is not Status.DRAINING]
+        held_blocks = any(s.held and s.blocks for s in wanting)
+        wanting = [s for s in wanting if not s.held]
         plan = self.scheduler.schedule()
-        assert (plan is None) == (oldest is None), "there is work exactly when a sequence wants it"
-        if plan is not None and oldest is not None:
-            assert oldest.seq_id in {s.seq_id for s in plan.seqs}, "the oldest makes no progress"
+        if held_blocks and self._unread and not (wanting and wanting[0].blocks):
+            pass  # what waits for blocks may have to wait for beams to be chosen
+        else:
+            assert (plan is None) == (not wanting), "there is work exactly when one wants it"
+        if plan is not None:
+            planned = {s.seq_id for s in plan.seqs}
+            assert wanting[0].seq_id in planned or held_blocks, "the oldest makes no progress"
             check_plan(plan, self.config)
             self.plans.append(plan)
             self._unread.append((plan, self.model.run(plan)))
         self._check()
         keep = 1 if self.pipelined and plan is not None else 0
         while len(self._unread) > keep:
-            self._take_in(self.scheduler.update(*self._unread.popleft()))
+            unread, tokens = self._unread.popleft()
+            updates = self.scheduler.update(unread, tokens)
+            rows = {s.seq_id: s.sample_row for s in unread.seqs}
+            self._take_in([u for u in updates if u.request_id not in self.searches])
+            for update in updates:
+                if update.request_id in self.searches:
+                    self._report(update, int(tokens[rows[update.seq_id]]))
+            for search in {id(s): s for s in self.searches.values()}.values():
+                self._choose(search)
             self._check()
         return plan
+
+    def _report(self, update: SeqUpdate, token: int) -> None:
+        """A beam has read its own tokens, and no others."""
+        search, name = self.searches[update.request_id], update.request_id
+        prompt = self.requests[update.seq_id].prompt_token_ids
+        assert not update.new_token_ids and update.finish_reason is None
+        assert token == next_token(np.array([*prompt, *(search.tokens[name] or ())]), name)
+        search.reported.add(name)
+
+    def _choose(self, search: BeamSearch) -> None:
+        """Let a search go on if none of its beams has anything left to compute."""
+        computing = {s.request_id for plan, _ in self._unread for s in plan.seqs}
+        computing |= {s.request.request_id for s in self.scheduler.sequences() if not s.held}
+        if search.reported and not computing & set(search.tokens):
+            for name in search.choose(self.scheduler):
+                self.finish(name, FinishReason.STOP)
 
     def run(self, max_steps: int = 10_000) -> int:
         """Step until nothing is left to do; how many steps made a plan."""
@@ -217,6 +327,8 @@ class Driver:
     def verify(self) -> None:
         """Every ended request has exactly the tokens and the end that it has alone."""
         for seq_id, reason in self.ends.items():
+            if self.requests[seq_id].beam:
+                continue  # checked at every step
             tokens, alone = expected_tokens(self.requests[seq_id], self.scheduler.max_seq_len)
             got = self.outputs[seq_id]
             if reason is FinishReason.ABORT:
