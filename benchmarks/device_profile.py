@@ -91,7 +91,7 @@ def profile_device(
         keep: leave the trace in this directory, for a viewer.
 
     Raises:
-        ValueError: the trace shows no kernel.
+        ValueError: the trace shows no kernel of the default device.
     """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
@@ -104,20 +104,28 @@ def profile_device(
             jax.block_until_ready(fn())
         # a directory that is kept may hold older traces
         latest = max(directory.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
-        return summary(device_events(ProfileData.from_file(str(latest))))
+        data = ProfileData.from_file(str(latest))
+        return summary(device_events(data, jax.default_backend()))
 
 
-def device_events(data: ProfileData) -> Iterator[Event]:
-    """Everything that ran on the first GPU, or else the operations of programs on the CPU.
+def device_events(data: ProfileData, platform: str) -> Iterator[Event]:
+    """Everything that ran on the first GPU, or on a CPU the operations of programs.
+
+    Args:
+        data: a trace.
+        platform: `gpu` or `cpu`.
 
     Raises:
-        ValueError: the GPU's part has no line of a stream.
+        ValueError: the trace has no such part, or the GPU's part no line of a stream.
     """
     planes = {plane.name: plane for plane in data.planes}
-    gpu = planes.get("/device:GPU:0")
-    if gpu is None:
-        yield from _cpu_operations(planes.get("/host:CPU"))
+    wanted = {"gpu": "/device:GPU:0", "cpu": "/host:CPU"}[platform]
+    if wanted not in planes:
+        raise ValueError(f"want {wanted} in the trace, got {sorted(planes)}")
+    if platform == "cpu":
+        yield from _cpu_operations(planes[wanted])
         return
+    gpu = planes[wanted]
     # Other lines repeat the events of the streams, by module or by operation.
     lines = list(gpu.lines)
     streams = [line for line in lines if line.name.startswith("Stream")]
@@ -132,7 +140,7 @@ def device_events(data: ProfileData) -> Iterator[Event]:
 def _cpu_operations(plane: Any) -> Iterator[Event]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="builtin type event_stats")
-        for line in plane.lines if plane is not None else ():
+        for line in plane.lines:
             for event in line.events:
                 if any(name == "hlo_op" for name, _ in event.stats):
                     yield event.name, event.start_ns, event.start_ns + event.duration_ns

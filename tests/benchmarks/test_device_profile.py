@@ -39,7 +39,7 @@ def test_idle_is_the_time_without_a_kernel_on_any_stream():
         ],
         "XLA Modules": [("jit_step", 0, 100)],
     })  # fmt: skip
-    profile = summary(device_events(trace))
+    profile = summary(device_events(trace, "gpu"))
     assert profile.window_us == pytest.approx(40)
     assert profile.busy_us == pytest.approx(30)
     assert profile.idle_share == pytest.approx(0.25)
@@ -77,15 +77,23 @@ def test_figures_are_per_step():
 @pytest.mark.parametrize("lines", [{"XLA Modules": [("jit_step", 0, 1)]}, {}])
 def test_a_gpu_without_streams_in_its_trace_is_an_error(lines):
     with pytest.raises(ValueError, match="want lines named Stream"):
-        summary(device_events(gpu_trace(lines)))
+        summary(device_events(gpu_trace(lines), "gpu"))
 
 
 def test_a_trace_without_kernels_is_an_error():
     only_copies = gpu_trace({"Stream #2(MemcpyH2D)": [("MemcpyH2D", 0, 1)]})
     with pytest.raises(ValueError, match="without kernels"):
-        summary(device_events(only_copies))
+        summary(device_events(only_copies, "gpu"))
     with pytest.raises(ValueError, match="without kernels"):
-        summary(device_events(gpu_trace({"python": [("f", 0, 1)]}, plane="/host:CPU")))
+        trace = gpu_trace({"python": [("f", 0, 1)]}, plane="/host:CPU")
+        summary(device_events(trace, "cpu"))
+
+
+def test_a_trace_that_misses_the_gpu_is_an_error():
+    """As when the profiler could not reach it: what the host did is no stand-in."""
+    trace = gpu_trace({"python": [("f", 0, 1)]}, plane="/host:CPU")
+    with pytest.raises(ValueError, match=r"want /device:GPU:0 in the trace, got \['/host:CPU'\]"):
+        summary(device_events(trace, "gpu"))
 
 
 def test_a_function_is_profiled_on_this_device(tmp_path):
