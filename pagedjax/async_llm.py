@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagedjax.frontend import Frontend, Prompt, start_engine
+from pagedjax.frontend import Frontend, Prompt, serve_metrics, start_engine
 from pagedjax.outputs import RequestOutput
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.tokenizer import Message, Tokenizer
@@ -48,24 +48,41 @@ class AsyncLLM:
     Args:
         model: as for `LLM`.
         progress: as for `LLM`.
+        metrics_port: as for `LLM`.
+        metrics_host: as for `LLM`.
         **options: fields of `EngineConfig`.
+
+    Attributes:
+        metrics: as for `LLM`.
 
     Raises:
         ValueError: an option or the checkpoint is not usable.
+        OSError: the port is taken.
     """
 
-    def __init__(self, model: str | Path, *, progress: bool = False, **options: Any) -> None:
-        self._start(start_engine(model, progress=progress, **options))
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        progress: bool = False,
+        metrics_port: int | None = None,
+        metrics_host: str = "127.0.0.1",
+        **options: Any,
+    ) -> None:
+        self._start(start_engine(model, progress=progress, **options), metrics_port, metrics_host)
 
     @classmethod
-    def from_engine(cls, engine: Engine) -> AsyncLLM:
+    def from_engine(
+        cls, engine: Engine, *, metrics_port: int | None = None, metrics_host: str = "127.0.0.1"
+    ) -> AsyncLLM:
         """An `AsyncLLM` around an engine that exists already and that nothing else uses."""
         llm = cls.__new__(cls)
-        llm._start(engine)
+        llm._start(engine, metrics_port, metrics_host)
         return llm
 
-    def _start(self, engine: Engine) -> None:
+    def _start(self, engine: Engine, metrics_port: int | None, metrics_host: str) -> None:
         self._frontend = Frontend(engine)
+        self.metrics = serve_metrics(engine, metrics_port, metrics_host)
         self._engine = engine
         self._lock = threading.Lock()  # guards the four below
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
@@ -94,6 +111,8 @@ class AsyncLLM:
         atexit.unregister(self.close)
         self._submit(self._begin_closing)
         self._thread.join()
+        if self.metrics is not None:
+            self.metrics.close()
 
     def generate(
         self,
@@ -201,6 +220,8 @@ class AsyncLLM:
                 self._obey()
                 if self._engine.has_unfinished():
                     self._deliver(self._engine.step())
+                    if self.metrics is not None:
+                        self.metrics.look()
         except BaseException as error:  # whatever it is, those who wait must hear of it
             failure = error
         self._stop(failure)

@@ -16,6 +16,7 @@ from pagedjax.tokenizer import Message, Tokenizer
 if TYPE_CHECKING:
     from pagedjax.engine.engine import Engine
     from pagedjax.loading import LoadedModel
+    from pagedjax.metrics import MetricsServer
 
 Prompt = str | Sequence[int]
 
@@ -43,6 +44,19 @@ def start_engine(model: str | Path, *, progress: bool, **options: Any) -> Engine
     tokenizer = None if loaded.tokenizer_dir is None else Tokenizer(loaded.tokenizer_dir)
     with tqdm(desc="compiling", unit="step", disable=not progress, leave=False) as bar:
         return Engine(loaded, tokenizer, config, partial(_show, bar))
+
+
+def serve_metrics(engine: Engine, port: int | None, host: str) -> MetricsServer | None:
+    """A server of the engine's metrics, or None without a port.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    if port is None:
+        return None
+    from pagedjax.metrics import MetricsServer
+
+    return MetricsServer(engine, port, host)
 
 
 def weights_dtype(dtype: str) -> str | None:

@@ -12,7 +12,14 @@ from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagedjax.frontend import Frontend, Prompt, conversation_list, prompt_list, start_engine
+from pagedjax.frontend import (
+    Frontend,
+    Prompt,
+    conversation_list,
+    prompt_list,
+    serve_metrics,
+    start_engine,
+)
 from pagedjax.outputs import RequestOutput, Timings
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.tokenizer import Message, Tokenizer
@@ -31,26 +38,49 @@ class LLM:
         model: directory of a native checkpoint (`pagedjax convert`), or of a Hugging Face one,
             which is then converted in memory.
         progress: show a bar on standard error while steps are compiled.
+        metrics_port: serve Prometheus metrics there until `close` (`pagedjax.metrics`); 0 takes
+            any free port, see `metrics`.
+        metrics_host: address to serve them at.
         **options: fields of `EngineConfig`.
+
+    Attributes:
+        metrics: the server of the metrics, if there is one.
 
     Raises:
         ValueError: an option or the checkpoint is not usable.
+        OSError: the port is taken.
     """
 
-    def __init__(self, model: str | Path, *, progress: bool = True, **options: Any) -> None:
-        self._start(start_engine(model, progress=progress, **options))
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        progress: bool = True,
+        metrics_port: int | None = None,
+        metrics_host: str = "127.0.0.1",
+        **options: Any,
+    ) -> None:
+        self._start(start_engine(model, progress=progress, **options), metrics_port, metrics_host)
 
     @classmethod
-    def from_engine(cls, engine: Engine) -> LLM:
+    def from_engine(
+        cls, engine: Engine, *, metrics_port: int | None = None, metrics_host: str = "127.0.0.1"
+    ) -> LLM:
         """An `LLM` around an engine that exists already, with parameters of your own perhaps."""
         llm = cls.__new__(cls)
-        llm._start(engine)
+        llm._start(engine, metrics_port, metrics_host)
         return llm
 
-    def _start(self, engine: Engine) -> None:
+    def _start(self, engine: Engine, metrics_port: int | None, metrics_host: str) -> None:
         self._frontend = Frontend(engine)
+        self.metrics = serve_metrics(engine, metrics_port, metrics_host)
         self._request_ids = map(str, itertools.count())
         self._inboxes: dict[str, deque[RequestOutput]] = {}  # by the id of a live request
+
+    def close(self) -> None:
+        """Stop serving metrics; does nothing without them."""
+        if self.metrics is not None:
+            self.metrics.close()
 
     @property
     def engine(self) -> Engine:
@@ -190,6 +220,8 @@ class LLM:
             for delta in self.engine.step():
                 if delta.request_id in self._inboxes:
                     self._inboxes[delta.request_id].append(delta)
+            if self.metrics is not None:
+                self.metrics.look()
 
     def _collect(
         self, requests: list[tuple[Any, Any, SamplingParams]], progress: bool

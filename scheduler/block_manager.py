@@ -58,6 +58,8 @@ class BlockManager:
         self._copies: dict[int, int] = {}  # sources by destination
         self._copied_from: list[int] = []
         self._epoch = 0
+        self.num_lookup_tokens = self.num_hit_tokens = 0
+        """Prompt tokens of sequences admitted for the first time, and how many were cached."""
         self.num_copied = 0
         """Blocks copied so far because a sequence wrote to one that it shared."""
 
@@ -110,6 +112,8 @@ class BlockManager:
             self._own(seq, num_computed // size)
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed
+            self.num_lookup_tokens += len(seq.prompt)
+            self.num_hit_tokens += min(seq.num_computed, len(seq.prompt))
         return True
 
     def num_shareable(self, seq: Sequence, source: Sequence) -> int:

@@ -29,6 +29,7 @@ class BlockPool:
 
     Attributes:
         index: what the blocks hold; the owners of full blocks add them.
+        num_evicted: free blocks with content in the index that were handed out so far.
 
     Raises:
         ValueError: there is no block besides the null block.
@@ -41,6 +42,7 @@ class BlockPool:
         self._owners = [0] * num_blocks
         self._blank = list(range(num_blocks - 1, NULL_BLOCK, -1))  # a stack: lowest ids first
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.num_evicted = 0
 
     @property
     def num_blocks(self) -> int:
@@ -51,6 +53,11 @@ class BlockPool:
     def num_free(self) -> int:
         """Blocks that `take` can hand out."""
         return len(self._blank) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks whose content is in the index."""
+        return len(self._cached)
 
     @property
     def num_used(self) -> int:
@@ -80,6 +87,7 @@ class BlockPool:
             else:
                 block, _ = self._cached.popitem(last=False)
                 self.index.discard(block)
+                self.num_evicted += 1
             self._owners[block] = 1
             blocks.append(block)
         return blocks

@@ -37,6 +37,7 @@ def chat(
     num_blocks: opt.NumBlocks = None,
     memory_fraction: opt.MemoryFraction = None,
     max_model_len: opt.MaxModelLen = None,
+    metrics_port: opt.MetricsPort = None,
 ) -> None:
     """Talk to a model; it remembers the conversation. One line is one message.
 
@@ -57,6 +58,7 @@ def chat(
         num_blocks=num_blocks,
         memory_fraction=memory_fraction,
         max_model_len=max_model_len,
+        metrics_port=metrics_port,
         max_num_seqs=1,
         warm_up=False,  # steps are compiled as they are needed: the first answer comes sooner
         progress=sys.stderr.isatty(),

@@ -53,6 +53,7 @@ def generate(
     num_blocks: opt.NumBlocks = None,
     memory_fraction: opt.MemoryFraction = None,
     max_model_len: opt.MaxModelLen = None,
+    metrics_port: opt.MetricsPort = None,
 ) -> None:
     """Complete prompts, all of them at once; text streams as it comes.
 
@@ -75,6 +76,7 @@ def generate(
         num_blocks=num_blocks,
         memory_fraction=memory_fraction,
         max_model_len=max_model_len,
+        metrics_port=metrics_port,
     )
     raise typer.Exit(run(model, engine, texts, sampling, as_chat=as_chat, as_json=as_json))
 

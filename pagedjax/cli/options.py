@@ -35,6 +35,11 @@ MaxModelLen = Annotated[
     int | None, typer.Option(help="Longest prompt and answer in tokens; default: the model's.")
 ]
 
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(help="Serve Prometheus metrics at this port, for `pagedjax top` too.", min=0),
+]
+
 
 def given(**options: Any) -> dict[str, Any]:
     """The options that were given, by name."""

@@ -35,6 +35,7 @@ from scheduler import (
     StepPlan,
     StopRules,
 )
+from scheduler.block_map import BlockMap, block_map
 
 if TYPE_CHECKING:
     from pagedjax.loading import LoadedModel
@@ -253,19 +254,30 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Figures as of now."""
-        scheduler = self._scheduler
+        scheduler, blocks = self._scheduler, self._scheduler.blocks
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             blocks_used=scheduler.num_used_blocks,
             blocks_peak=self._blocks_peak,
+            blocks_cached=blocks.pool.num_cached,
             blocks_total=scheduler.config.num_blocks - 1,
+            block_bytes=self.kv_spec.block_bytes,
+            pool_bytes=self.kv_spec.block_bytes * self.kv_spec.num_blocks,
+            prefix_lookup_tokens=blocks.num_lookup_tokens,
+            prefix_hit_tokens=blocks.num_hit_tokens,
+            evictions=blocks.pool.num_evicted,
+            blocks_copied=blocks.num_copied,
             preemptions=scheduler.num_preemptions,
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             compiles_after_warmup=self._runner.compiles_after_warmup,
         )
+
+    def block_map(self) -> BlockMap:
+        """What every block of the pool is used for; takes milliseconds for a large pool."""
+        return block_map(self._scheduler)
 
     def _checked(
         self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams

@@ -7,14 +7,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot, cheap to take at any time.
+    """A snapshot of counts, cheap to take after every step.
+
+    What takes a look at every block, fragmentation above all, is in `scheduler.block_map`.
 
     Attributes:
         num_running: sequences that own KV blocks.
         num_waiting: sequences that wait for blocks or a place, preempted ones among them.
         blocks_used: KV blocks that belong to a sequence now.
         blocks_peak: most blocks that were in use at the end of any step.
+        blocks_cached: KV blocks that are free and still hold a prefix.
         blocks_total: blocks that can be handed out; the null block is not among them.
+        block_bytes: bytes of a block, over all layers.
+        pool_bytes: bytes of the whole pool.
+        prefix_lookup_tokens: prompt tokens of the sequences admitted so far.
+        prefix_hit_tokens: how many of these were in the cache.
+        evictions: blocks with a cached prefix that were handed out for something else.
+        blocks_copied: blocks copied because their sequence wrote to a shared one.
         preemptions: times a sequence lost its blocks and had to be computed again.
         steps: steps launched.
         prompt_tokens: tokens of the prompts accepted.
@@ -26,7 +35,14 @@ class EngineStats:
     num_waiting: int
     blocks_used: int
     blocks_peak: int
+    blocks_cached: int
     blocks_total: int
+    block_bytes: int
+    pool_bytes: int
+    prefix_lookup_tokens: int
+    prefix_hit_tokens: int
+    evictions: int
+    blocks_copied: int
     preemptions: int
     steps: int
     prompt_tokens: int
@@ -37,6 +53,11 @@ class EngineStats:
     def block_utilisation(self) -> float:
         """Share of the pool's blocks in use, 0 to 1."""
         return self.blocks_used / self.blocks_total
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of the prompt tokens that were in the cache, 0 to 1; 0 before the first."""
+        return self.prefix_hit_tokens / max(self.prefix_lookup_tokens, 1)
 
     @property
     def peak_block_utilisation(self) -> float:

@@ -21,7 +21,7 @@ from pagedjax.outputs import CompletionOutput, RequestOutput, Timings, TokenLogp
 from pagedjax.tokenizer import Tokenizer
 from tests.support.echo_engine import EchoEngine
 
-COMMANDS = ["convert", "generate", "chat", "info", "calibrate", "demo"]
+COMMANDS = ["convert", "generate", "chat", "info", "calibrate", "top", "demo"]
 
 
 @pytest.fixture

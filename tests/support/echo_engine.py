@@ -3,10 +3,13 @@
 import dataclasses
 import time
 
+import numpy as np
+
 from pagedjax.engine.stats import EngineStats
 from pagedjax.models.generation import GenerationDefaults
 from pagedjax.outputs import CompletionOutput, RequestOutput, Timings
 from pagedjax.tokenizer import TextStream
+from scheduler.block_map import BlockMap
 
 
 class ByteTokenizer:
@@ -108,6 +111,10 @@ class EchoEngine:
         return EngineStats(
             **counts | {"steps": self.steps, "num_running": len(self._live), "blocks_total": 1}
         )
+
+    def block_map(self):
+        flags = np.zeros(1, np.bool_)
+        return BlockMap(block_size=16, used=flags, cached=flags, tokens=np.zeros(1, np.int32))
 
     def _delta(self, request, text, tokens, reason, stopped_by):
         output = CompletionOutput(

@@ -1,0 +1,196 @@
+"""Prometheus metrics of an engine, and the terminal view that reads them."""
+
+import asyncio
+import dataclasses
+import urllib.error
+import urllib.request
+
+import pytest
+from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
+from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
+
+from pagedjax.async_llm import AsyncLLM
+from pagedjax.cli import app
+from pagedjax.cli.top import SHADES, block_map, metrics_url, read_samples, short
+from pagedjax.llm import LLM
+from pagedjax.metrics import COUNTERS, GAUGES, NAMESPACE, REGIONS, EngineMetrics, MetricsServer
+from pagedjax.sampling_params import SamplingParams
+from tests.support.echo_engine import EchoEngine
+from tests.support.tiny_engines import random_prompts, tiny_engine
+
+
+def scrape(port):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        assert answer.headers.get_content_type() == "text/plain"
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    return {
+        (sample.name.removeprefix(f"{NAMESPACE}_"), *sample.labels.values()): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def top(*arguments):
+    return CliRunner().invoke(app, ["top", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def served():
+    """A small engine that has preempted, shared and evicted, and its server."""
+    engine = tiny_engine(num_blocks=12, max_num_seqs=4)
+    llm = LLM.from_engine(engine, metrics_port=0)
+    before = scrape(llm.metrics.port)
+    prompts = random_prompts([40, 30, 20, 50])
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    for _ in range(2):
+        llm.generate([*prompts, prompts[0]], params, progress=False)
+    yield engine, before, scrape(llm.metrics.port), llm.metrics.port
+    llm.close()
+
+
+def test_metrics_are_the_engines_own_figures(served):
+    engine, before, after, _ = served
+    stats, blocks = engine.stats(), engine.block_map()
+    assert before["steps_total",] == 0 and after["steps_total",] == stats.steps > 0
+    assert after["generated_tokens_total",] == stats.generated_tokens == 2 * 5 * 30
+    assert after["preemptions_total", "recompute"] == stats.preemptions > 0
+    assert after["prefix_evictions_total",] == stats.evictions > 0
+    assert after["prefix_lookup_tokens_total",] == 2 * (40 + 30 + 20 + 50 + 40)
+    assert 0 < after["prefix_hit_tokens_total",] == stats.prefix_hit_tokens
+    assert after["running_sequences",] == after["waiting_sequences",] == 0
+    states = {state: after["kv_blocks", state] for state in ("used", "cached", "blank")}
+    assert states["used"] == 0 and states["cached"] == blocks.cached.sum() > 0
+    assert sum(states.values()) == stats.blocks_total == 11
+    assert after["kv_external_fragmentation_ratio",] == blocks.external_fragmentation
+    assert after["kv_pool_bytes",] == 12 * engine.kv_spec.block_bytes
+    assert 0 < after["kv_peak_utilisation_ratio",] <= 1
+
+
+def test_every_metric_has_help_and_a_name_by_the_rules(served):
+    *_, port = served
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        families = {f.name: f for f in text_string_to_metric_families(answer.read().decode())}
+    for kind, entries in (("gauge", GAUGES), ("counter", COUNTERS)):
+        for entry in entries:
+            family = families[f"{NAMESPACE}_{entry.name}"]
+            assert (family.type, family.documentation) == (kind, entry.help)
+            assert family.samples
+    assert len(families) == len(GAUGES) + len(COUNTERS)
+
+
+def test_internal_fragmentation_is_seen_while_sequences_run():
+    engine = tiny_engine()
+    metrics = EngineMetrics(engine)
+    engine.add_request("a", None, random_prompts([17])[0], SamplingParams(max_tokens=8))
+    engine.step()
+    metrics._due = 0.0
+    metrics.look()
+    found = {family.name: family.samples for family in metrics.collect()}
+    (sample,) = found[f"{NAMESPACE}_kv_internal_fragmentation_ratio"]
+    assert sample.value == pytest.approx(15 / 32)
+
+
+def test_readings_are_taken_when_due_or_idle_and_never_by_a_scrape():
+    engine = EchoEngine()
+    metrics = EngineMetrics(engine)
+    engine.add_request("a", None, [1, 2, 3], SamplingParams(max_tokens=3))
+
+    def steps_seen():
+        (family,) = (f for f in metrics.collect() if f.name == f"{NAMESPACE}_steps")
+        return family.samples[0].value
+
+    engine.step()
+    metrics.look()
+    assert steps_seen() == 0  # too early
+    engine.step()
+    metrics._due = 0.0
+    metrics.look()
+    assert steps_seen() == 2
+    engine.step()
+    metrics.look()
+    assert steps_seen() == 3  # idle
+
+
+def test_engines_have_registries_of_their_own():
+    first, second = (MetricsServer(EchoEngine(), 0) for _ in range(2))
+    try:
+        assert first.port != second.port
+        assert scrape(first.port).keys() == scrape(second.port).keys()
+        assert not any(family.name.startswith(NAMESPACE) for family in REGISTRY.collect())
+        with pytest.raises(OSError):
+            MetricsServer(EchoEngine(), first.port)
+    finally:
+        first.close()
+        second.close()
+    with pytest.raises(urllib.error.URLError):
+        scrape(first.port)
+
+
+def test_an_async_engine_serves_metrics_until_it_is_closed():
+    async def run():
+        async with AsyncLLM.from_engine(EchoEngine(), metrics_port=0) as llm:
+            async for _ in llm.generate("abc", SamplingParams(max_tokens=5)):
+                pass
+            found = await asyncio.to_thread(scrape, llm.metrics.port)
+            return llm.metrics.port, found, await llm.stats()
+
+    port, found, stats = asyncio.run(run())
+    assert found["steps_total",] == stats.steps == 5
+    with pytest.raises(urllib.error.URLError):
+        scrape(port)
+
+
+def test_top_shows_the_figures_and_a_map_of_the_blocks(served):
+    engine, *_, port = served
+    shown = top(port, "--interval", "0.1", "--count", "2")
+    assert shown.exit_code == 0, shown.output
+    stats = engine.stats()
+    assert shown.stdout.count("KV blocks") == 2
+    assert f"0 used  {stats.blocks_cached} cached" in shown.stdout
+    assert f"{stats.preemptions} recompute" in shown.stdout
+    assert f"{stats.prefix_hit_rate:.1%}" in shown.stdout
+    assert "0.0/s" in shown.stdout
+    picture = block_map(read_samples(metrics_url(str(port)))).plain
+    assert len(picture) == 11  # one character per block, of so few
+    assert picture.count(SHADES[-1]) == stats.blocks_cached
+
+
+def test_the_block_map_shows_a_single_block_of_a_large_region():
+    samples = {}
+    for index in range(REGIONS):
+        samples["kv_region_used_ratio", f"{index:03d}"] = 1e-3 if index == 70 else 0.0
+        samples["kv_region_cached_ratio", f"{index:03d}"] = 0.0
+    rows = block_map(samples).plain.split("\n")
+    assert [len(row) for row in rows] == [64] * 4
+    assert rows[1][70 - 64] == SHADES[1]
+    assert "".join(rows).count("·") == REGIONS - 1
+
+
+def test_top_says_what_is_wrong_with_an_address():
+    server = MetricsServer(EchoEngine(), 0)
+    server.close()
+    gone = top(server.port)
+    assert (gone.exit_code, gone.stderr.startswith("error: ")) == (1, True)
+    other, thread = start_http_server(0, addr="127.0.0.1", registry=CollectorRegistry())
+    try:
+        strange = top(f"127.0.0.1:{other.server_port}")
+    finally:
+        other.shutdown()
+        other.server_close()
+        thread.join()
+    assert strange.exit_code == 2 and "no metrics of an engine" in strange.stderr
+
+
+def test_numbers_are_short():
+    assert [short(x) for x in (0, 7, 999, 1000, 12_345_678, 2**50)] == [
+        "0", "7", "999", "1k", "12.3M", "1P"
+    ]  # fmt: skip
+
+
+def test_a_copy_of_the_figures_keeps_its_shares():
+    stats = dataclasses.replace(
+        EchoEngine().stats(), prefix_lookup_tokens=8, prefix_hit_tokens=2, blocks_used=1
+    )
+    assert (stats.prefix_hit_rate, stats.block_utilisation) == (0.25, 1.0)
+    assert EchoEngine().stats().prefix_hit_rate == 0.0
