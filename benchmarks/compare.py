@@ -89,6 +89,8 @@ def memory_table(lines: Lines) -> str:
             f"{100 * line['kv_saving']:.0f}",
             f"{line['peak_running']:,}",
             f"{100 * line['matmul_share']:.0f}",
+            "–" if line["peak_device_bytes"] is None else number(line["peak_device_bytes"] / 1e9),
+            number(line["weights_s"] + line["engine_start_s"]),
         ]
         for line in of_bench(lines, "offline")
         if "mean_kv_waste" in line
@@ -97,10 +99,11 @@ def memory_table(lines: Lines) -> str:
         "The same runs: share of the KV pool in use, mean / peak; positions in these blocks "
         "without a token; sequences preempted; by how much the most blocks in use are smaller than "
         "contiguous caches of the model's maximum length for the most sequences that ran at once; "
-        "operations of the model per second over those of an 8192³ matrix product."
+        "operations of the model per second over those of a large matrix product; peak of the "
+        "device's memory; seconds from nothing to a warm engine, imports left out."
     )
     head = ["shape, dtype, load", "pool used, %", "waste, %", "preempted", "saved, %", "at once",
-            "of matmul, %"]  # fmt: skip
+            "of matmul, %", "peak, GB", "start, s"]  # fmt: skip
     return table(note, head, rows)
 
 

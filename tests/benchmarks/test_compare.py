@@ -16,7 +16,8 @@ OFFLINE = {
     "prompt_tokens": 65536, "output_tokens": 65536, "requests_per_s": 60.0,
     "output_tokens_per_s": 7680.0, "mean_kv_utilisation": 0.5, "peak_kv_utilisation": 0.9,
     "mean_kv_waste": 0.031, "preemptions": 2, "kv_saving": 0.936, "peak_running": 256,
-    "matmul_share": 0.42, "weights": "random", **H200,
+    "matmul_share": 0.42, "peak_device_bytes": 123_400_000_000, "weights_s": 3.5,
+    "engine_start_s": 21.0, "weights": "random", **H200,
 }  # fmt: skip
 STATIC = {
     "bench": "torch_generate", "case": "llama2-13b bfloat16 short", "requests_per_s": 6.1,
@@ -103,13 +104,8 @@ def test_the_other_tables_repeat_their_lines(tmp_path):
     assert serving[0].endswith("conv, trace")
     assert serving[1:] == ["21.4 (80 %)", *["50.1 / 90.1 / 99.1"] * 3, "20.1 (97 %)"]
     assert row(compare.memory_table(lines), "llama2")[1:] == [
-        "50 / 90",
-        "3.1",
-        "2",
-        "94",
-        "256",
-        "42",
-    ]
+        "50 / 90", "3.1", "2", "94", "256", "42", "123", "24.5",
+    ]  # fmt: skip
     assert row(compare.profile_table(lines), "llama3.1")[1:] == ["256", "14.3", "3.1", "321", "0"]
     generate = row(compare.generate_table(lines), "SmolLM2")
     assert generate[1:] == ["221", "161", "12.5", "1.38", "17.71"]
