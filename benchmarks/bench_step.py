@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.bench_kernels import median_seconds
+from benchmarks.kernel_timing import median_seconds
 from benchmarks.device_profile import profile_device
 from benchmarks.record import record
 from benchmarks.shapes import SHAPES, StepBytes, random_model

@@ -38,7 +38,7 @@ def matmul_flops_per_s(size: int, dtype: str = "bfloat16") -> float:
     """Rate of a product of two random `size` x `size` matrices on the default device."""
     import jax
 
-    from benchmarks.bench_kernels import median_seconds
+    from benchmarks.kernel_timing import median_seconds
 
     a, b = (jax.random.normal(jax.random.key(i), (size, size), dtype) for i in range(2))
     seconds, _ = median_seconds(jax.jit(lambda x, y: x @ y), (a, b), 1)

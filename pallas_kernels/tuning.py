@@ -131,7 +131,9 @@ def default_decode_config(
     """
     if backend == "triton":
         tile = 32 if head_dim * kv_itemsize > 256 else 64
-        return DecodeConfig(tile=tile, stages=3, workers=2 * cores)
+        # Shared memory must hold the stages and the queries.
+        stages = 3 if 3 * 2 * tile * head_dim * kv_itemsize <= 160 << 10 else 2
+        return DecodeConfig(tile=tile, stages=stages, workers=2 * cores)
     for tile in (128, 64):
         stages = (SMEM_BYTES - mosaic_fixed_bytes(group, head_dim, kv_itemsize, tile)) // (
             2 * tile * head_dim * kv_itemsize

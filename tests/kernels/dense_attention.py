@@ -91,30 +91,33 @@ def make_decode_case(seed, lens, **shape):
 
 
 def dense(case, *, scale=None, window=None, soft_cap=None, sinks=None):
-    """Output and lse, float64 `[tokens, q_heads, head_dim]` and `[tokens, q_heads]`."""
+    """Output and lse, float64 `[tokens, q_heads, head_dim]` and `[tokens, q_heads]`.
+
+    A row before its sequence's first position is padding: 0 and -inf.
+    """
     q = np.asarray(case.q, np.float64)
     tokens, q_heads, head_dim = q.shape
     kv_heads, block_size = case.values.shape[2:4]
     scale = head_dim**-0.5 if scale is None else scale
     out, lse = np.zeros(q.shape), np.full((tokens, q_heads), -np.inf)
     for s, length in enumerate(case.seq_lens):
-        if length == 0:
-            continue
+        rows = case.rows[s]
         kv = case.values[case.tables[s, : -(-length // block_size)]]
         kv = kv.transpose(1, 2, 0, 3, 4).reshape(2, kv_heads, -1, head_dim)[:, :, :length]
-        for i in range(case.rows[s]):
-            t, position = case.query_start[s] + i, length - case.rows[s] + i
-            if position < 0:  # a row before the first position is padding
-                continue
-            start = 0 if window is None else max(0, position - window + 1)
-            for h in range(q_heads):
-                k, v = kv[:, h * kv_heads // q_heads, start : position + 1]
-                x = k @ q[t, h] * scale
-                if soft_cap is not None:
-                    x = soft_cap * np.tanh(x / soft_cap)
-                logits = x if sinks is None else np.append(x, float(sinks[h]))
-                peak = logits.max()
-                total = np.exp(logits - peak).sum()
-                lse[t, h] = peak + np.log(total)
-                out[t, h] = np.exp(x - lse[t, h]) @ v
+        position = length - rows + np.arange(rows)
+        behind = position[:, None] - np.arange(length)[None, :]
+        visible = (behind >= 0) & (behind < (length if window is None else window))
+        seen = visible.any(axis=1)
+        mine = case.query_start[s] + np.flatnonzero(seen)
+        for h in range(q_heads):
+            k, v = kv[:, h * kv_heads // q_heads]
+            x = q[mine, h] @ k.T * scale
+            if soft_cap is not None:
+                x = soft_cap * np.tanh(x / soft_cap)
+            x = np.where(visible[seen], x, -np.inf)
+            sink = np.full((len(mine), 1), -np.inf if sinks is None else float(sinks[h]))
+            logits = np.hstack([x, sink])
+            peak = logits.max(axis=1, initial=-np.inf)
+            lse[mine, h] = peak + np.log(np.exp(logits - peak[:, None]).sum(axis=1))
+            out[mine, h] = np.exp(x - lse[mine, h][:, None]) @ v
     return out, lse
