@@ -32,8 +32,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernel_timing import median_seconds
 from benchmarks.device_profile import profile_device
+from benchmarks.kernel_timing import median_seconds
 from benchmarks.record import record
 from benchmarks.shapes import SHAPES, StepBytes, random_model
 from pagedjax import EngineConfig, SamplingParams
