@@ -28,7 +28,7 @@ class SamplingParams:
     ('\\n\\n',)
 
     Attributes:
-        n: completions of the prompt, 1 to 256; each is a sequence of its own.
+        n: completions of the prompt, 1 to 256, which is computed once for all of them.
         temperature: divides the logits, at most 1e6; 0 takes the most probable token (the lowest
             id of equals).
         top_k: sample among the `top_k` most probable tokens; 0 and -1 mean all of them, as does
@@ -50,6 +50,9 @@ class SamplingParams:
             probable ones, 0 to 20; None reports nothing.
         prompt_logprobs: the same for the tokens of the prompt.
         skip_special_tokens: leave control tokens such as `<|im_end|>` out of the text.
+        cache_salt: cached prefixes are shared only between requests with the same salt, so that
+            nobody outside can tell by the time taken what has been asked before; None shares with
+            all that have none.
 
     Raises:
         ValueError: a field has an impossible type or value; the message names it.
@@ -70,6 +73,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         self._store("n", _integer("n", self.n, 1, MAX_COMPLETIONS))
@@ -95,6 +99,8 @@ class SamplingParams:
             raise ValueError(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
             )
+        if self.cache_salt is not None and not isinstance(self.cache_salt, str):
+            raise ValueError(f"cache_salt must be None or a string, got {self.cache_salt!r}")
         self._store("stop", _stop_strings(self.stop))
         self._store("stop_token_ids", _stop_token_ids(self.stop_token_ids))
 

@@ -151,6 +151,7 @@ class Engine:
             stop_token_ids=frozenset((*params.stop_token_ids, *eos_ids)),
         )
         seed = self._seeds.getrandbits(32) if params.seed is None else params.seed
+        salt = () if params.cache_salt is None else (("cache_salt", params.cache_salt),)
         for index in range(params.n):
             record = self._records.add(
                 params,
@@ -167,6 +168,8 @@ class Engine:
                         prompt_token_ids=token_ids,
                         stop=stop,
                         prompt_logprobs=params.prompt_logprobs is not None and index == 0,
+                        cache_salt=salt,
+                        sibling_of=f"{self._serial}.0" if index else None,
                     )
                 )
             except ValueError:

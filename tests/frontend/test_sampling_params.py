@@ -28,6 +28,7 @@ REFUSED = {
     "include_stop_str_in_output": [1, 0, "yes", None],
     "ignore_eos": [1, None],
     "skip_special_tokens": [0, "false", None],
+    "cache_salt": [1, b"x"],
     "logprobs": [-1, 21, 10**6, 1.0, True, "5"],
     "prompt_logprobs": [-1, 21, True, NAN],
 }

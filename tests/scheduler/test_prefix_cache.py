@@ -292,3 +292,37 @@ def test_a_block_behind_an_evicted_one_is_not_found_again():
     assert index.find(other + second) == [5]
     index.add([6], ROOT, first)
     assert index.find(first + second) == [6]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "cached"),
+    [
+        ((("adapter", "x"),), (("cache_salt", "x"),), 0),
+        ((("adapter", "x"),), (("adapter", "y"),), 0),
+        ((("adapter", "x"),), (), 0),
+        ((("a", "b, c"),), (("a, b", "c"),), 0),
+        ((("a", "x"), ("b", "y")), (("b", "y"), ("a", "x")), 32),
+    ],
+)
+def test_prefixes_are_shared_between_equal_salts_alone(
+    first: tuple[tuple[str, str], ...], second: tuple[tuple[str, str], ...], cached: int
+):
+    """BM07: a value means something else in another field."""
+    driver = make(20)
+    assert serve(driver, request("a", tokens(0, 33), 3, cache_salt=first)) == [0]
+    assert serve(driver, request("b", tokens(0, 33), 3, cache_salt=second)) == [cached]
+    assert serve(driver, request("c", tokens(0, 33), 3, cache_salt=first)) == [32]
+
+
+def test_a_block_whose_prefix_was_evicted_is_found_again_under_the_new_one():
+    """A sibling indexes blocks that another one had indexed behind content that is gone."""
+    index = PrefixIndex(10, 16)
+    parts = [np.arange(16 * i, 16 * i + 16, dtype=np.int32).tobytes() for i in range(2)]
+    number = index.add([1], ROOT, parts[0])
+    index.add([2], number, parts[1])
+    index.discard(1)
+    assert index.find(b"".join(parts)) == []
+    index.add([3, 2], ROOT, b"".join(parts))
+    assert index.find(b"".join(parts)) == [3, 2]
+    index.discard(2)
+    assert index.find(b"".join(parts)) == [3] and len(index) == 1
