@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from scheduler.config import BLOCK_SIZES
+from scheduler.config import BLOCK_SIZES, PREEMPTION
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KV_CACHE_DTYPES = ("auto", "fp8", "int8")
@@ -50,6 +50,18 @@ class EngineConfig:
             CPU, where a compile costs more than its padding.
         prefix_caching: whether finished blocks are kept and found again by later prompts that
             begin with the same tokens.
+        host_cache_bytes: memory of the host, pinned, for cached blocks that the KV pool has no room
+            for, and for the blocks of preempted requests; 0 for none.
+        disk_cache_path: a directory of this engine's own, for cached blocks that `host_cache_bytes`
+            has no room for; they are found again after a restart with the same weights. None for
+            no disk.
+        disk_cache_bytes: how much of the disk; needed with `disk_cache_path`.
+        preemption: how a request that has lost its blocks comes back: "recompute" its tokens,
+            "swap" its blocks to the host and back while there is room for them, or "auto" for
+            whichever is faster by the rates that follow.
+        link_bytes_per_s: rate of copies between device and host, for "auto". None measures it at
+            start.
+        prefill_tokens_per_s: rate at which prompts are computed, likewise.
         max_logprobs: most alternatives per token that a request may ask for.
         seed: where the seeds of requests that bring none are drawn from.
         implementation: backend of the paged operations by name; None picks one for the device.
@@ -70,6 +82,12 @@ class EngineConfig:
     max_prefill_chunk: int | None = None
     bucket_growth: int | None = None
     prefix_caching: bool = True
+    host_cache_bytes: int = 0
+    disk_cache_path: str | Path | None = None
+    disk_cache_bytes: int = 0
+    preemption: str = "auto"
+    link_bytes_per_s: float | None = None
+    prefill_tokens_per_s: float | None = None
     max_logprobs: int = 20
     seed: int = 0
     implementation: str | None = None
@@ -96,12 +114,28 @@ class EngineConfig:
             "max_prefill_chunk": 1,
             "bucket_growth": 2,
             "max_logprobs": 0,
+            "host_cache_bytes": 0,
+            "disk_cache_bytes": 0,
         }
         for name, floor in least.items():
             value = getattr(self, name)
             is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
             if value is not None and (not is_integer or value < floor):
                 raise ValueError(f"{name} must be an integer, at least {floor}; got {value!r}")
+
+        if self.preemption not in PREEMPTION:
+            raise ValueError(f"preemption must be one of {PREEMPTION}, got {self.preemption!r}")
+        if (self.disk_cache_path is None) == (self.disk_cache_bytes > 0):
+            raise ValueError(
+                f"disk_cache_path and disk_cache_bytes go together, got {self.disk_cache_path} and "
+                f"{self.disk_cache_bytes}"
+            )
+        if self.disk_cache_path is not None and not self.host_cache_bytes:
+            raise ValueError("a disk cache is filled from host memory: host_cache_bytes is 0")
+        for name in ("link_bytes_per_s", "prefill_tokens_per_s"):
+            rate = getattr(self, name)
+            if rate is not None and not rate > 0:
+                raise ValueError(f"{name} must be positive, got {rate}")
 
     def resolved(self, *, platform: str, max_positions: int) -> EngineConfig:
         """Every choice left open made, for a device platform and a checkpoint's context length.

@@ -58,6 +58,7 @@ class BlockManager:
         self._copies: dict[int, int] = {}  # sources by destination
         self._copied_from: list[int] = []
         self._epoch = 0
+        self._expected: int | None = None  # the sequence whose blocks are being prefetched
         self.num_lookup_tokens = self.num_hit_tokens = 0
         """Prompt tokens of sequences admitted for the first time, and how many were cached."""
         self.num_copied = 0
@@ -259,6 +260,13 @@ class BlockManager:
         tiers.release(saved)
         seq.saved = None
         return True
+
+    def expect(self, seq: Sequence) -> None:
+        """A waiting sequence is the next one, but there is no room for it yet."""
+        if self.tiers is not None and seq.seq_id != self._expected:
+            self._expected = seq.seq_id
+            below = self._find_prefix(seq) if seq.saved is None else seq.saved
+            self.tiers.expect(held for held in below if isinstance(held, HostBlock))
 
     def look_on_disk(self, seq: Sequence) -> None:
         """Begin to read what only the disk has of the prefix of a waiting sequence, once."""

@@ -327,6 +327,7 @@ class Scheduler:
             if not step.chunk(seq):
                 break
             if not self._admit(seq):
+                self.blocks.expect(seq)
                 break
             self._waiting.popleft()
             self._run(seq)

@@ -158,7 +158,7 @@ class Tiers:
 
     def expect(self, held: Iterable[HostBlock]) -> None:
         """Tell the engine that these blocks will probably be loaded soon."""
-        self._prefetches += [block.slot for block in held if not block.reading]
+        self._prefetches += [block.slot for block in held]
 
     def hold(self, held: Iterable[HostBlock]) -> None:
         """Keep blocks from being evicted until the next `take`."""

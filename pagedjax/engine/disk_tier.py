@@ -188,6 +188,11 @@ class DiskTier:
         self._reads[slot] = read
         self._submit(lambda: self._read(read, path))
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether `poll` is still to report a read."""
+        return bool(self._reads)
+
     def delete(self, name: bytes) -> None:
         """Begin to delete a file, after all writes and reads that have begun before."""
         path = self._directory / f"{name.hex()}{_SUFFIX}"
@@ -195,6 +200,8 @@ class DiskTier:
 
     def forget(self, namespace: str) -> None:
         """Go on with an empty directory, as when the weights have changed."""
+        for name in self.names() if namespace == self._directory.name else ():
+            self.delete(name)
         self._directory = self._root / namespace
         with suppress(OSError):  # then all that follows fails
             self._directory.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,9 @@ KVPool = list[jax.Array]
 # What `EngineConfig.kv_cache_dtype` names; "auto" is the dtype of the weights.
 COMPRESSED_DTYPES = {"fp8": np.dtype(jnp.float8_e4m3fn), "int8": np.dtype(np.int8)}
 
+# Device memory for blocks on their way between device and host, where there is a host cache.
+TRANSFER_BYTES = 384 << 20
+
 # Where Linux tells a container's memory limit: control groups version 2, then version 1.
 CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -109,6 +112,8 @@ def blocks_that_fit(arch: ArchConfig, config: EngineConfig, *, dtype: np.dtype, 
         return config.num_blocks
     assert config.max_model_len and config.max_num_seqs and config.memory_fraction
     budget = _memory_budget(arch, config, dtype=dtype, device=device)
+    if config.host_cache_bytes and device.platform != "cpu":
+        budget -= TRANSFER_BYTES
     block_bytes = kv_spec(arch, config, num_blocks=1, dtype=dtype).block_bytes
     useful = 1 + config.max_num_seqs * -(-config.max_model_len // config.block_size)
     fitting = min(budget // block_bytes, useful)

@@ -21,13 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, UInt32
 
-from pagedjax.engine.kv_pool import KVPool
+from pagedjax.engine.kv_pool import TRANSFER_BYTES, KVPool
 
 BATCH_SIZES = (1, 4, 16, 64)
 """Blocks that one compiled gather or scatter takes."""
 
-STAGED_BYTES = 256 << 20
-"""Device memory for blocks on their way, where that is enough for two batches of one block."""
+STAGED_BYTES = TRANSFER_BYTES * 2 // 3
+"""Device memory for copies under way, if two blocks fit; the rest is for prefetched blocks."""
 
 _WORD = np.dtype(np.uint32)
 
@@ -181,7 +181,8 @@ class BlockMover:
             arrays = self._send(part[:, 0].tolist())
             pool, done = self._scatter(len(part))(pool, part[:, 1].copy(), arrays)
             self._note(done, len(part))
-        self._ahead.clear()
+        if len(pairs):
+            self._ahead.clear()
         return pool
 
     def prefetch(self, slots: Iterable[int]) -> None:

@@ -242,6 +242,14 @@ def test_other_weights_find_nothing_and_clear_the_directory(open_tier, tmp_path)
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["1" * 32]
 
 
+def test_forgetting_without_other_weights_empties_the_directory(open_tier):
+    tier = open_tier()
+    write(tier, 1, 2)
+    tier.forget(NAMESPACE)
+    assert read(tier, 1) == {1: None} and tier.names() == []
+    assert write(tier, 1) == [True]
+
+
 def test_a_directory_that_can_not_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ValueError, match="disk_cache_path .*file"):

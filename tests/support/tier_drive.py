@@ -72,11 +72,13 @@ class TierModel(HashModel):
         shape = (config.num_host_blocks, config.block_size)
         self._host_tokens = np.full(shape, -1, np.int64)
         self._host_positions = np.full(shape, -1, np.int64)
+        self._ahead: dict[int, Content] = {}  # prefetched to the device, by slot
         self._disk = disk
 
     def fill(self, slot: int, content: Content) -> None:
         """A file has been read into a slot."""
         self._host_tokens[slot], self._host_positions[slot] = content
+        self._ahead.pop(slot, None)
 
     def move(self, transfers: Transfers) -> None:
         """Carry out the transfers of a step before it."""
@@ -85,8 +87,7 @@ class TierModel(HashModel):
         for operation in transfers.files:
             content = None
             if isinstance(operation, FileWrite):
-                slot = operation.slot
-                content = self._host_tokens[slot].copy(), self._host_positions[slot].copy()
+                content = self._in_slot(operation.slot)
             self._disk.queue.append((operation, content))
         pool_tokens = self._tokens.reshape(-1, self._block_size)
         pool_positions = self._positions.reshape(-1, self._block_size)
@@ -94,10 +95,19 @@ class TierModel(HashModel):
         assert (blocks != NULL_BLOCK).all() and len(set(slots.tolist())) == len(slots)
         self._host_tokens[slots] = pool_tokens[blocks]
         self._host_positions[slots] = pool_positions[blocks]
+        for slot in slots.tolist():
+            self._ahead.pop(slot, None)
         slots, blocks = transfers.loads.T
         assert (blocks != NULL_BLOCK).all() and len(set(blocks.tolist())) == len(blocks)
-        pool_tokens[blocks] = self._host_tokens[slots]
-        pool_positions[blocks] = self._host_positions[slots]
+        for slot, block in transfers.loads.tolist():
+            content = self._ahead[slot] if slot in self._ahead else self._in_slot(slot)
+            pool_tokens[block], pool_positions[block] = content
+        if len(slots):
+            self._ahead.clear()
+        self._ahead.update((slot, self._in_slot(slot)) for slot in transfers.prefetches)
+
+    def _in_slot(self, slot: int) -> Content:
+        return self._host_tokens[slot].copy(), self._host_positions[slot].copy()
 
     def check_host(self, scheduler: Scheduler) -> None:
         """What can be found in host memory is what it is found as; so are the files."""
