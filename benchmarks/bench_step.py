@@ -36,15 +36,14 @@ from benchmarks.device_profile import profile_device
 from benchmarks.kernel_timing import median_seconds
 from benchmarks.record import record
 from benchmarks.shapes import SHAPES, StepBytes, random_model
-from pagedjax import EngineConfig, SamplingParams
-from pagedjax.engine.batch import pack_inputs, sampled_positions
+from pagedjax import EngineConfig
+from pagedjax.engine.batch import pack_inputs
 from pagedjax.engine.buckets import Bucket
 from pagedjax.engine.compilation_cache import enable_compilation_cache
 from pagedjax.engine.kv_pool import KVPool, KVSpec
 from pagedjax.engine.logprobs import HostSamples
 from pagedjax.engine.runner import ModelRunner
 from pagedjax.engine.sampler import SampleOutputs
-from pagedjax.engine.sampling_records import SamplingRecords
 from pagedjax.loading import LoadedModel
 from scheduler import ScheduledSeq, StepPlan
 
@@ -107,14 +106,6 @@ def decode_plan(case: Case, *, num_blocks: int, block_size: int, max_blocks: int
     )  # fmt: skip
 
 
-def greedy_records(plan: StepPlan) -> np.ndarray:
-    """The sampling record of a greedy request, once per row."""
-    records = SamplingRecords()
-    params = SamplingParams(temperature=0.0)
-    row = records.add(params, seed=0, sample_index=0, prompt_len=1, stop_ids=frozenset())
-    return records.gather(np.full(plan.num_samples, row), sampled_positions(plan))
-
-
 def make_runner(
     model: LoadedModel, cases: list[Case], *, block_size: int, implementation: str | None
 ) -> tuple[ModelRunner, int, int]:
@@ -144,15 +135,12 @@ def step_launcher(
     """Packs and launches one step of the case."""
     sizes = {"block_size": block_size, "max_blocks": max_blocks}
     plan = decode_plan(case, num_blocks=num_blocks, **sizes)
-    records = greedy_records(plan)
     bucket = Bucket(case.batch, case.batch, decode=True)
     layout = runner.layout(bucket)
 
     def launch() -> SampleOutputs:
-        packed = pack_inputs(
-            plan, layout, records, (), positions=sampled_positions(plan), block_size=block_size
-        )
-        return runner.launch(bucket, packed, greedy=True)
+        packed = pack_inputs(plan, layout, block_size=block_size)
+        return runner.launch(bucket, packed, sampling=None)
 
     return launch
 

@@ -11,11 +11,12 @@ from scheduler.block_pool import NULL_BLOCK, BlockPool, OutOfBlocks
 from scheduler.config import BLOCK_SIZES, SchedulerConfig
 from scheduler.plan import ScheduledSeq, SeqUpdate, StepPlan
 from scheduler.request import FinishReason, Request, StopRules
-from scheduler.scheduler import Scheduler
+from scheduler.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
 from scheduler.siblings import BeamChoice
 
 __all__ = [
     "BLOCK_SIZES",
+    "MAX_PLANS_IN_FLIGHT",
     "BeamChoice",
     "NULL_BLOCK",
     "BlockPool",

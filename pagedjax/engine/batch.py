@@ -1,4 +1,4 @@
-"""From a plan of the scheduler to the packed inputs of a compiled step, without a token loop."""
+"""From a plan of the scheduler to the packed inputs of compiled code, without a token loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from pagedjax.engine.requests import PromptTarget
 from pagedjax.engine.sampling_records import NO_ID
-from pagedjax.engine.step_inputs import DRAWN, UNREPORTED, StepLayout
+from pagedjax.engine.step_inputs import DRAWN, UNREPORTED, SamplingLayout, StepLayout
 from scheduler import StepPlan
 
 
@@ -17,23 +17,12 @@ def sampled_positions(plan: StepPlan) -> np.ndarray:
     return plan.positions()[plan.sample_rows()] + 1
 
 
-def pack_inputs(
-    plan: StepPlan,
-    layout: StepLayout,
-    records: np.ndarray,
-    targets: Sequence[PromptTarget],
-    *,
-    positions: np.ndarray,
-    block_size: int,
-) -> np.ndarray:
-    """A fresh vector for `layout`, int32, sealed; never written again, so the device may alias it.
+def pack_inputs(plan: StepPlan, layout: StepLayout, *, block_size: int) -> np.ndarray:
+    """What a step computes, as a fresh sealed vector; never written again: the device may alias it.
 
     Args:
         plan: what to compute.
         layout: the bucket's layout; its bucket holds the plan.
-        records: sampling record of each sampled row.
-        targets: rows that predict prompt tokens.
-        positions: `sampled_positions(plan)`, which the caller has needed for the other two.
         block_size: tokens per block.
     """
     packed = np.zeros(layout.size, np.int32)
@@ -51,7 +40,27 @@ def pack_inputs(
     view["query_start"][: seqs + 1] = query_start
     view["query_start"][seqs + 1 :] = tokens  # padding sequences own no token
     view["sample_rows"][:rows] = plan.sample_rows()
+    return layout.sealed(packed)
 
+
+def pack_sampling(
+    layout: SamplingLayout,
+    records: np.ndarray,
+    targets: Sequence[PromptTarget],
+    *,
+    positions: np.ndarray,
+) -> np.ndarray:
+    """How a step's rows are drawn, as a fresh sealed vector.
+
+    Args:
+        layout: for at least as many rows as there are records.
+        records: sampling record of each sampled row.
+        targets: rows that predict prompt tokens.
+        positions: `sampled_positions` of the plan.
+    """
+    packed = np.zeros(layout.size, np.int32)
+    view = layout.views(packed)
+    rows = len(records)
     for name in ("temperature", "top_p", "min_p", "top_k", "sample_index"):
         view[name][:rows] = records[name]
     view["seed"][:rows] = records["seed"].view(np.int32)

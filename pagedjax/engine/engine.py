@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pagedjax.config import EngineConfig
-from pagedjax.engine.batch import pack_inputs, sampled_positions
+from pagedjax.engine.batch import pack_inputs, pack_sampling, sampled_positions
 from pagedjax.engine.compilation_cache import enable_compilation_cache
 from pagedjax.engine.kv_pool import blocks_that_fit, kv_spec
 from pagedjax.engine.kv_scales import default_sequences, kv_maxima, scales_for
@@ -22,11 +23,13 @@ from pagedjax.engine.runner import ModelRunner
 from pagedjax.engine.sampler import SampleOutputs
 from pagedjax.engine.sampling_records import SamplingRecords
 from pagedjax.engine.stats import EngineStats
+from pagedjax.engine.step_inputs import SamplingLayout
 from pagedjax.models.params import Params
 from pagedjax.outputs import RequestOutput, Timings
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.tokenizer import TextStream, Tokenizer
 from scheduler import (
+    MAX_PLANS_IN_FLIGHT,
     FinishReason,
     Request,
     Scheduler,
@@ -50,11 +53,21 @@ class InFlight:
     targets: list[PromptTarget]
 
 
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A step whose tokens have been read, at `time` by the monotonic clock."""
+
+    step: InFlight
+    samples: HostSamples
+    updates: list[SeqUpdate]
+    time: float
+
+
 class Engine:
     """Serves many requests at once on one device. Not thread-safe: one thread calls it.
 
-    `step` launches one step and reads the tokens of the step before, so that the host plans while
-    the device computes. The outputs it returns are deltas.
+    `step` launches a step while earlier ones run, so that the host plans while the device computes.
+    The outputs it returns are deltas.
 
     Args:
         model: architecture, parameters and generation defaults.
@@ -100,7 +113,7 @@ class Engine:
         self._records = SamplingRecords()
         self._live: dict[str, LiveRequest] = {}
         self._by_key: dict[str, tuple[LiveRequest, Completion]] = {}
-        self._in_flight: InFlight | None = None
+        self._in_flight: deque[InFlight] = deque()
         self._news: dict[str, LiveRequest] = {}  # an ordered set: requests with a delta to take
         self._seeds = random.Random(config.seed)
         self._serial = self._steps = self._prompt_tokens = self._generated_tokens = 0
@@ -200,7 +213,14 @@ class Engine:
         self._note(live)
 
     def step(self) -> list[RequestOutput]:
-        """Launch the next step, read the one before; returns deltas of the requests with news.
+        """Launch a step, and take in the oldest of the steps that are on the device.
+
+        Two steps are in flight, so that the device has the next one when it is done with the
+        first. The tokens of the first are read, the step after the next is planned and launched,
+        and only then are the requests told: what the device waits for comes first.
+
+        Returns:
+            Deltas of the requests with news.
 
         Raises:
             RuntimeError: an earlier step failed or was interrupted; this engine cannot go on.
@@ -208,10 +228,14 @@ class Engine:
         if self._in_step:
             raise RuntimeError("an earlier step was broken off and its tokens are lost")
         self._in_step = True
+        done = self._read_oldest() if len(self._in_flight) == MAX_PLANS_IN_FLIGHT else None
         plan = self._scheduler.schedule()
-        previous, self._in_flight = self._in_flight, self._launch(plan) if plan else None
-        if previous is not None:
-            self._take_in(previous)
+        if plan is not None:
+            self._in_flight.append(self._launch(plan))
+        elif done is None and self._in_flight:
+            done = self._read_oldest()
+        if done is not None:
+            self._tell(done)
         self._blocks_peak = max(self._blocks_peak, self._scheduler.num_used_blocks)
         deltas = [live.take_delta() for live in self._news.values()]
         self._news.clear()
@@ -327,34 +351,39 @@ class Engine:
             for row in np.flatnonzero(positions < records["prompt_len"])
         ]
         bucket = self._runner.buckets.fit(tokens=plan.num_tokens, seqs=len(plan.seqs))
-        packed = pack_inputs(
-            plan,
-            self._runner.layout(bucket),
-            records,
-            targets,
-            positions=positions,
-            block_size=self.config.block_size,
-        )
+        layout = self._runner.layout(bucket)
+        packed = pack_inputs(plan, layout, block_size=self.config.block_size)
+        sampling = None
+        if not records["plain"].all():
+            rows = SamplingLayout(bucket.seqs)
+            sampling = pack_sampling(rows, records, targets, positions=positions)
+        full = bool(targets) or bool((records["reports"] | records["filtered"]).any())
         self._runner.copy_blocks(plan.copies)
-        samples = self._runner.launch(bucket, packed, greedy=bool(records["plain"].all()))
+        samples = self._runner.launch(bucket, packed, sampling, full=full)
         self._steps += 1
         return InFlight(plan, samples, targets)
 
-    def _take_in(self, step: InFlight) -> None:
-        """Read a step's tokens and tell the requests."""
+    def _read_oldest(self) -> Done:
+        """Wait for the oldest step, and let the scheduler know its tokens."""
+        step = self._in_flight.popleft()
         samples = HostSamples.read(step.samples)
         now = time.monotonic()
+        updates = self._scheduler.update(step.plan, samples.token_ids[: step.plan.num_samples])
+        return Done(step, samples, updates, now)
+
+    def _tell(self, done: Done) -> None:
+        """Tell the requests what a step has brought."""
+        step, samples = done.step, done.samples
         for target in step.targets:
             live, num_top = target.request, target.request.params.prompt_logprobs
             if self._live.get(live.request_id) is live and num_top is not None:
                 live.tell_prompt(samples.logprobs_at(target.row, target.token_id, num_top))
                 self._note(live)
         rows = {seq.request_id: seq.sample_row for seq in step.plan.seqs}
-        updates = self._scheduler.update(step.plan, samples.token_ids[: step.plan.num_samples])
-        for update in updates:
+        for update in done.updates:
             live, completion = self._by_key[update.request_id]
             if live.timings.first_token is None:
-                live.stamp(first_token=now)
+                live.stamp(first_token=done.time)
                 live.num_cached_tokens = update.num_cached_tokens
                 live.begin_prompt_news()
             self._tell_tokens(live, completion, update, samples, rows[update.request_id])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,24 +17,21 @@ from pagedjax.engine.block_copies import BlockCopier
 from pagedjax.engine.buckets import Bucket, Buckets
 from pagedjax.engine.kv_pool import KVPool, KVSpec
 from pagedjax.engine.sampler import SampleOutputs
-from pagedjax.engine.step import run_step
-from pagedjax.engine.step_inputs import StepLayout
+from pagedjax.engine.step import redraw, run_step
+from pagedjax.engine.step_inputs import SamplingLayout, StepLayout
 from pagedjax.models.arch import ArchConfig
 from pagedjax.models.params import Params
 
-# On a CPU a step's time is spent in library matrix products, so that LLVM's dearest passes buy
-# nothing, and they are half of the time to compile.
-_COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
-    "cpu": {"xla_llvm_disable_expensive_passes": True},
-}
+# From so many tokens on, cuBLAS is as fast as anything XLA could generate and choose from.
+_LIBRARY_MATMUL_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class StepKey:
-    """What a compiled step depends on: its sizes, and whether it does no more than argmax."""
+class Draw:
+    """What a compiled redraw depends on: its rows, and whether it does all there is (`sample`)."""
 
-    bucket: Bucket
-    greedy: bool
+    rows: int
+    full: bool
 
 
 class ModelRunner:
@@ -87,10 +83,8 @@ class ModelRunner:
         if kv_scales is not None:
             self.set_kv_scales(kv_scales)
         self._drawn = jnp.zeros((config.max_num_seqs,), jnp.int32, device=device)
-        self._steps: dict[StepKey, Any] = {}
+        self._compiled: dict[Bucket | Draw, Any] = {}
         self._warm = False
-        # On a CPU a step decides for itself what it can leave out (`sampler.sample`).
-        self._variants = (False,) if self._platform == "cpu" else (True, False)
 
     @property
     def params(self) -> Params:
@@ -124,25 +118,30 @@ class ModelRunner:
         Args:
             progress: called with (steps compiled, steps in all) after each.
         """
-        keys = [StepKey(b, greedy) for b in self.buckets for greedy in self._variants]
-        missing = [key for key in keys if key not in self._steps]
+        rows = sorted({bucket.seqs for bucket in self.buckets})
+        # Steps first, the largest of them in front: they take longest.
+        keys = [*reversed(list(self.buckets)), *(Draw(n, f) for n in rows for f in (False, True))]
+        missing = [key for key in keys if key not in self._compiled]
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            for done, (key, step) in enumerate(
+            for done, (key, code) in enumerate(
                 zip(missing, threads.map(self.compile, missing), strict=True), 1
             ):
-                self._steps[key] = step
+                self._compiled[key] = code
                 if progress is not None:
                     progress(done, len(missing))
             list(threads.map(self._copier.compile, self._copier.sizes))
         self._warm = True
 
-    def compile(self, key: StepKey) -> Any:
-        """Compile one step for the shapes at hand and their device.
+    def compile(self, key: Bucket | Draw) -> Any:
+        """Compile one step or redraw for the shapes at hand and their device.
 
         The pool is donated, and so are the drawn tokens: what keeps its address from launch to
         launch does not make the driver update the captured CUDA graph.
         """
-        layout = self.layout(key.bucket)
+        return self._compile_draw(key) if isinstance(key, Draw) else self._compile_step(key)
+
+    def _compile_step(self, bucket: Bucket) -> Any:
+        layout = self.layout(bucket)
 
         def step(
             params: Params,
@@ -157,25 +156,43 @@ class ModelRunner:
                 pool,
                 drawn,
                 layout.unpack(packed),
-                decode=key.bucket.decode,
-                greedy=key.greedy,
-                num_top=min(self._config.max_logprobs, self._arch.vocab),
+                decode=bucket.decode,
                 kv_scales=kv_scales,
                 implementation=self._config.implementation,  # type: ignore[arg-type]
             )
 
-        where = self._drawn.sharding
-        abstract = functools.partial(jax.ShapeDtypeStruct, sharding=where)
+        abstract = self._abstract
         pool = [abstract(self._spec.layer_shape, self._spec.dtype)] * self._spec.layers
-        params = {name: abstract(x.shape, x.dtype) for name, x in self._params.items()}
         traced = jax.jit(step, donate_argnums=(1, 2)).lower(
-            params,
+            {name: abstract(x.shape, x.dtype) for name, x in self._params.items()},
             pool,
-            abstract(self._drawn.shape, self._drawn.dtype),
+            abstract(self._drawn.shape, np.int32),
             abstract((layout.size,), np.int32),
             jax.tree.map(lambda x: abstract(x.shape, x.dtype), self._kv_scales),
         )
-        return traced.compile(_COMPILER_OPTIONS.get(self._platform))
+        return traced.compile(_compiler_options(self._platform, bucket.tokens))
+
+    def _compile_draw(self, key: Draw) -> Any:
+        layout = SamplingLayout(key.rows)
+
+        def draw(logits: jax.Array, drawn: jax.Array, packed: jax.Array):
+            return redraw(
+                logits,
+                drawn,
+                layout.unpack(packed),
+                full=key.full,
+                num_top=min(self._config.max_logprobs, self._arch.vocab),
+            )
+
+        traced = jax.jit(draw, donate_argnums=(1,)).lower(
+            self._abstract((key.rows, self._arch.vocab), np.float32),
+            self._abstract(self._drawn.shape, np.int32),
+            self._abstract((layout.size,), np.int32),
+        )
+        return traced.compile(_compiler_options(self._platform, key.rows))
+
+    def _abstract(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._drawn.sharding)
 
     def copy_blocks(self, copies: np.ndarray) -> None:
         """Copy blocks of the pool on the device, before the step that is launched next.
@@ -189,29 +206,52 @@ class ModelRunner:
             self.compiles_after_warmup += self._warm
         self._pool = self._copier(self._pool, copies)
 
-    def launch(self, bucket: Bucket, packed: np.ndarray, *, greedy: bool) -> SampleOutputs:
+    def launch(
+        self, bucket: Bucket, packed: np.ndarray, sampling: np.ndarray | None, *, full: bool = False
+    ) -> SampleOutputs:
         """Start a step on the device and return at once.
 
         The drawn tokens also stay on the device, where the next step finds them.
 
         Args:
             bucket: the step's sizes.
-            packed: its inputs; must not be written to again, since the device may read from it.
-            greedy: whether the argmax is all that is wanted.
+            packed: its inputs, of `layout(bucket)`. Neither vector must be written to again, since
+                the device may read from it.
+            sampling: how to draw its rows, of `SamplingLayout(bucket.seqs)`; None if the argmax is
+                all that is wanted.
+            full: whether any row has a filter or wants log-probabilities.
 
         Returns:
             Arrays on their way to the host.
         """
-        key = StepKey(bucket, greedy and True in self._variants)
-        if key not in self._steps:
-            self.compiles_after_warmup += self._warm
-            self._steps[key] = self.compile(key)
-        self._pool, self._drawn, outputs = self._steps[key](
+        self._pool, self._drawn, logits, outputs = self._code(bucket)(
             self._params, self._pool, self._drawn, packed, self._kv_scales
         )
+        if sampling is not None:
+            draw = self._code(Draw(bucket.seqs, full))
+            self._drawn, outputs = draw(logits, self._drawn, sampling)
         for array in jax.tree.leaves(outputs):
             array.copy_to_host_async()
         return outputs
+
+    def _code(self, key: Bucket | Draw) -> Any:
+        if key not in self._compiled:
+            self.compiles_after_warmup += self._warm
+            self._compiled[key] = self.compile(key)
+        return self._compiled[key]
+
+
+def _compiler_options(platform: str, rows: int) -> dict[str, Any] | None:
+    """XLA's options for code that works on so many rows."""
+    if platform == "cpu":
+        # The time is spent in library matrix products, so that LLVM's dearest passes buy nothing,
+        # and they are half of the time to compile.
+        return {"xla_llvm_disable_expensive_passes": True}
+    # Candidates are timed on the device, by one thread at a time: measure them, do not check them.
+    options: dict[str, Any] = {"xla_gpu_autotune_level": 2}
+    if rows >= _LIBRARY_MATMUL_TOKENS:
+        options["xla_gpu_enable_triton_gemm"] = False
+    return options
 
 
 def _described(array: Any) -> tuple[Any, ...] | None:

@@ -1,23 +1,19 @@
-"""Draw the next token of every row, inside the compiled step.
+"""Draw the next token of every row where the argmax is not what is wanted.
 
 Order of the filters is the field's usual one: temperature, top-k, top-p over what top-k left,
 min-p. Reported log-probabilities are of the raw distribution, before any of them.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pagedjax.engine.step_inputs import UNREPORTED, SamplingArrays
+from pagedjax.engine.step_inputs import SamplingArrays
 
 # Below this the softmax is a step function in float32, and dividing by it may overflow: greedy.
 MIN_TEMPERATURE = 1e-5
-
-_T = TypeVar("_T")
 
 
 @jax.tree_util.register_dataclass
@@ -28,7 +24,7 @@ class SampleOutputs:
     Attributes:
         token_ids: the drawn tokens.
         logprob: natural log-probability of the row's target token, raw distribution, float32;
-            without meaning where nobody asked. None in a greedy step, as the following.
+            without meaning where nobody asked. None, as the following, unless drawn with `full`.
         top_ids: ids of the likeliest tokens, best first.
         top_logprobs: their log-probabilities.
     """
@@ -40,45 +36,25 @@ class SampleOutputs:
 
 
 def sample(
-    logits: Float[Array, "rows vocab"], how: SamplingArrays, *, greedy: bool, num_top: int
+    logits: Float[Array, "rows vocab"], how: SamplingArrays, *, full: bool, num_top: int
 ) -> SampleOutputs:
     """Draw a token per row.
 
     Args:
         logits: raw, float32.
-        how: the rows' parameters; ignored when `greedy`.
-        greedy: compile the argmax alone: no row is random, banned or wants log-probabilities.
-        num_top: log-probabilities of how many likeliest tokens to report, unless `greedy`.
+        how: the rows' parameters.
+        full: whether any row has a filter or wants log-probabilities. Without it both are left
+            out; what is drawn is the same.
+        num_top: log-probabilities of how many likeliest tokens to report, if `full`.
     """
-    rows = logits.shape[0]
-    if greedy:
-        return SampleOutputs(token_ids=jnp.argmax(logits, axis=-1).astype(jnp.int32))
-    token_ids = _where_needed(
-        jnp.any((how.temperature >= MIN_TEMPERATURE) | (how.banned_ids[:, 0] < logits.shape[1])),
-        lambda: _draw(_ban(logits, how.banned_ids), how),
-        lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32),
-    )
-    logprob, top_logprobs, top_ids = _where_needed(
-        jnp.any(how.target != UNREPORTED),
-        lambda: _logprobs(logits, jnp.where(how.target >= 0, how.target, token_ids), num_top),
-        lambda: (
-            jnp.zeros((rows,), jnp.float32),
-            jnp.zeros((rows, num_top), jnp.float32),
-            jnp.zeros((rows, num_top), jnp.int32),
-        ),
-    )
+    token_ids = _draw(_ban(logits, how.banned_ids), how, filtered=full)
+    if not full:
+        return SampleOutputs(token_ids=token_ids)
+    target = jnp.where(how.target >= 0, how.target, token_ids)
+    logprob, top_logprobs, top_ids = _logprobs(logits, target, num_top)
     return SampleOutputs(
         token_ids=token_ids, logprob=logprob, top_ids=top_ids, top_logprobs=top_logprobs
     )
-
-
-def _where_needed(needed: Bool[Array, ""], full: Callable[[], _T], without: Callable[[], _T]) -> _T:
-    """`full()`, or what stands for it where no row needs it and a branch costs nothing.
-
-    On a CPU it does cost nothing. On a GPU the host would have to wait for the condition, and
-    could no longer run ahead; steps that need neither are compiled without both instead.
-    """
-    return jax.lax.platform_dependent(cpu=lambda: jax.lax.cond(needed, full, without), default=full)
 
 
 def _logprobs(
@@ -95,12 +71,15 @@ def _ban(logits: Float[Array, "rows vocab"], ids: Int[Array, "rows banned"]) -> 
     return logits.at[rows, ids].set(-jnp.inf, mode="drop")
 
 
-def _draw(logits: Float[Array, "rows vocab"], how: SamplingArrays) -> Int[Array, " rows"]:
+def _draw(
+    logits: Float[Array, "rows vocab"], how: SamplingArrays, *, filtered: bool
+) -> Int[Array, " rows"]:
     """Categorical draw by the Gumbel-max trick, after the filters; argmax for greedy rows."""
     is_greedy = how.temperature < MIN_TEMPERATURE
     scaled = logits / jnp.where(is_greedy, 1.0, how.temperature)[:, None]
-    kept = _kept(scaled, how.top_k, how.top_p, how.min_p)
-    noisy = jnp.where(kept, scaled + _noise(how, logits.shape[1]), -jnp.inf)
+    noisy = scaled + _noise(how, logits.shape[1])
+    if filtered:
+        noisy = jnp.where(_kept(scaled, how.top_k, how.top_p, how.min_p), noisy, -jnp.inf)
     chosen = jnp.where(is_greedy, jnp.argmax(logits, axis=-1), jnp.argmax(noisy, axis=-1))
     return chosen.astype(jnp.int32)
 

@@ -22,6 +22,7 @@ RECORD = np.dtype(
         ("prompt_len", np.int32),
         ("min_tokens", np.int32),
         ("reports", np.bool_),  # log-probabilities of generated tokens are wanted
+        ("filtered", np.bool_),  # top_k, top_p or min_p leave something out
         ("plain", np.bool_),  # greedy, and no log-probabilities wanted at all
         ("stop_ids", np.int32, (MAX_BANNED_IDS,)),
     ]
@@ -68,6 +69,9 @@ class SamplingRecords:
         record["seed"], record["sample_index"] = seed, sample_index
         record["prompt_len"], record["min_tokens"] = prompt_len, params.min_tokens
         record["reports"] = params.logprobs is not None
+        record["filtered"] = not greedy and (
+            params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+        )
         record["plain"] = greedy and params.logprobs is None and params.prompt_logprobs is None
         record["stop_ids"] = NO_ID
         if params.min_tokens:

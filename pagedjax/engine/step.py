@@ -1,4 +1,4 @@
-"""The function XLA sees: one forward pass over the paged cache, and the draw of the next tokens."""
+"""The functions XLA sees: a forward pass over the paged cache, and the draw of the next tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from pagedjax.engine.kv_pool import KVPool
 from pagedjax.engine.sampler import SampleOutputs, sample
-from pagedjax.engine.step_inputs import StepInputs
+from pagedjax.engine.step_inputs import SamplingArrays, StepInputs
 from pagedjax.models.arch import ArchConfig
 from pagedjax.models.params import Params, decoder_from_params
 from pallas_kernels import Implementation, paged_decode_attention, paged_prefill_attention, write_kv
@@ -67,12 +67,12 @@ def run_step(
     inputs: StepInputs,
     *,
     decode: bool,
-    greedy: bool,
-    num_top: int,
     kv_scales: Sequence[Float[Array, "2 kv_heads"]] | None = None,
     implementation: Implementation | None = None,
-) -> tuple[KVPool, Int[Array, " max_seqs"], SampleOutputs]:
+) -> tuple[KVPool, Int[Array, " max_seqs"], Float[Array, "seqs vocab"], SampleOutputs]:
     """Advance every sequence of the step by the tokens it has in it. Pure; jit it.
+
+    The likeliest token of each row is drawn; `redraw` replaces it where something else is wanted.
 
     Args:
         arch: the model (static).
@@ -81,13 +81,12 @@ def run_step(
         fed_tokens: the previous step's drawn tokens, by sampled row.
         inputs: what to compute, padded to a bucket.
         decode: every sequence has one token (static).
-        greedy: no row needs more than the argmax (static).
-        num_top: likeliest tokens whose log-probabilities are reported, unless `greedy` (static).
         kv_scales: of each layer, for a compressed pool.
         implementation: backend of the paged operations (static).
 
     Returns:
-        The pool, this step's drawn tokens for the next step, and the rows' outputs.
+        The pool, this step's drawn tokens for the next step, the logits of the sampled rows
+        (float32), and the rows' outputs.
     """
     fed = fed_tokens[jnp.maximum(inputs.feed_rows, 0)]
     tokens = jnp.where(inputs.feed_rows >= 0, fed, inputs.token_ids)
@@ -107,7 +106,34 @@ def run_step(
     ]
     hidden, memories = model.hidden(tokens, inputs.positions, memories)
     logits = model.logits(hidden[inputs.sample_rows])
-    outputs = sample(logits, inputs.sampling, greedy=greedy, num_top=num_top)
-    drawn = outputs.token_ids
+    drawn = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     pool = [memory.pool for memory in memories]
-    return pool, fed_tokens.at[: drawn.shape[0]].set(drawn), outputs
+    return pool, _fed(fed_tokens, drawn), logits, SampleOutputs(token_ids=drawn)
+
+
+def redraw(
+    logits: Float[Array, "rows vocab"],
+    fed_tokens: Int[Array, " max_seqs"],
+    sampling: SamplingArrays,
+    *,
+    full: bool,
+    num_top: int,
+) -> tuple[Int[Array, " max_seqs"], SampleOutputs]:
+    """Draw the rows of a step as their requests want it. Pure; jit it.
+
+    Args:
+        logits: from `run_step`.
+        fed_tokens: its drawn tokens, to be replaced.
+        sampling: how to draw each row.
+        full: see `sample` (static).
+        num_top: see `sample` (static).
+
+    Returns:
+        The drawn tokens for the next step, and the rows' outputs.
+    """
+    outputs = sample(logits, sampling, full=full, num_top=num_top)
+    return _fed(fed_tokens, outputs.token_ids), outputs
+
+
+def _fed(fed_tokens: Int[Array, " max_seqs"], drawn: Int[Array, " rows"]) -> jax.Array:
+    return fed_tokens.at[: drawn.shape[0]].set(drawn)

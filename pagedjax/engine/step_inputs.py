@@ -1,8 +1,8 @@
-"""What one step reads from the host, as one packed vector.
+"""What a step and the draw after it read from the host, each as one packed vector.
 
 A step takes a dozen small arrays. Sent one by one each would cost a transfer; packed into one
-int32 vector (floats by their bits) they cost one. `StepLayout` is the single description of that
-vector: the host writes through its numpy views, the compiled step reads through its slices.
+int32 vector (floats by their bits) they cost one. A `PackedLayout` is the single description of
+such a vector: the host writes through its numpy views, the compiled code reads through its slices.
 
 The vector travels with all its bits flipped, so that the step has to compute its inputs instead
 of handing slices of the argument to its kernels. The argument has another address at each launch,
@@ -75,7 +75,6 @@ class StepInputs:
         seq_lens: positions in the cache after this step, per sequence; 0 for padding.
         query_start: sequence `s` owns token rows `query_start[s] : query_start[s + 1]`.
         sample_rows: token row of each sampled row.
-        sampling: how to draw them.
     """
 
     token_ids: Int[Array, " tokens"]
@@ -86,37 +85,23 @@ class StepInputs:
     seq_lens: Int[Array, " seqs"]
     query_start: Int[Array, " seqs+1"]
     sample_rows: Int[Array, " seqs"]
-    sampling: SamplingArrays
 
 
-@dataclass(frozen=True, slots=True)
-class StepLayout:
-    """Where each array of a bucket's step lies in the packed vector."""
+class PackedLayout:
+    """Where each array lies in a packed vector; subclasses name the arrays."""
 
-    bucket: Bucket
-    max_blocks: int
+    __slots__ = ()
 
-    def _places(self) -> Iterator[tuple[str, slice, tuple[int, ...], bool]]:
-        """Name, place in the vector, shape and whether it is float32, in packed order."""
+    def fields(self) -> Iterator[tuple[str, tuple[int, ...], type]]:
+        """Name, shape and dtype (`np.int32` or `np.float32`), in packed order."""
+        raise NotImplementedError
+
+    def _places(self) -> Iterator[tuple[str, slice, tuple[int, ...], type]]:
         at = 0
-        for name, shape, is_float in self._fields():
+        for name, shape, dtype in self.fields():
             length = math.prod(shape)
-            yield name, slice(at, at + length), shape, is_float
+            yield name, slice(at, at + length), shape, dtype
             at += -(-length // ALIGNMENT) * ALIGNMENT
-
-    def _fields(self) -> Iterator[tuple[str, tuple[int, ...], bool]]:
-        t, s = self.bucket.tokens, self.bucket.seqs
-        for name in ("token_ids", "feed_rows", "positions", "slot_mapping"):
-            yield name, (t,), False
-        yield "block_tables", (s, self.max_blocks), False
-        yield "seq_lens", (s,), False
-        yield "query_start", (s + 1,), False
-        yield "sample_rows", (s,), False
-        for name in ("temperature", "top_p", "min_p"):
-            yield name, (s,), True
-        for name in ("top_k", "seed", "sample_index", "position", "target"):
-            yield name, (s,), False
-        yield "banned_ids", (s, MAX_BANNED_IDS), False
 
     @property
     def size(self) -> int:
@@ -126,25 +111,64 @@ class StepLayout:
 
     def views(self, packed: np.ndarray) -> dict[str, np.ndarray]:
         """Writable views into the host's vector, by field name; `sealed` before it travels."""
-        views = {}
-        for name, place, shape, is_float in self._places():
-            part = packed[place]
-            views[name] = (part.view(np.float32) if is_float else part).reshape(shape)
-        return views
+        return {
+            name: packed[place].view(dtype).reshape(shape)
+            for name, place, shape, dtype in self._places()
+        }
 
     @staticmethod
     def sealed(packed: np.ndarray) -> np.ndarray:
         """Flip all bits of the host's vector, in place."""
         return np.invert(packed, out=packed)
 
-    def unpack(self, packed: Int[Array, " size"]) -> StepInputs:
-        """The same fields inside the compiled step, from a sealed vector."""
+    def arrays(self, packed: Int[Array, " size"]) -> dict[str, jax.Array]:
+        """The fields inside compiled code, from a sealed vector."""
         packed = ~packed
         arrays = {}
-        for name, place, shape, is_float in self._places():
+        for name, place, shape, dtype in self._places():
             part = packed[place].reshape(shape)
-            if is_float:
+            if dtype is np.float32:
                 part = jax.lax.bitcast_convert_type(part, jnp.float32)
             arrays[name] = part
-        sampling = {name: arrays.pop(name) for name in SamplingArrays.__dataclass_fields__}
-        return StepInputs(**arrays, sampling=SamplingArrays(**sampling))
+        return arrays
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout(PackedLayout):
+    """The packed `StepInputs` of a bucket."""
+
+    bucket: Bucket
+    max_blocks: int
+
+    def fields(self) -> Iterator[tuple[str, tuple[int, ...], type]]:
+        """See `PackedLayout.fields`."""
+        t, s = self.bucket.tokens, self.bucket.seqs
+        for name in ("token_ids", "feed_rows", "positions", "slot_mapping"):
+            yield name, (t,), np.int32
+        yield "block_tables", (s, self.max_blocks), np.int32
+        yield "seq_lens", (s,), np.int32
+        yield "query_start", (s + 1,), np.int32
+        yield "sample_rows", (s,), np.int32
+
+    def unpack(self, packed: Int[Array, " size"]) -> StepInputs:
+        """The step's inputs inside the compiled step."""
+        return StepInputs(**self.arrays(packed))
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingLayout(PackedLayout):
+    """The packed `SamplingArrays` of so many rows."""
+
+    rows: int
+
+    def fields(self) -> Iterator[tuple[str, tuple[int, ...], type]]:
+        """See `PackedLayout.fields`."""
+        for name in ("temperature", "top_p", "min_p"):
+            yield name, (self.rows,), np.float32
+        for name in ("top_k", "seed", "sample_index", "position", "target"):
+            yield name, (self.rows,), np.int32
+        yield "banned_ids", (self.rows, MAX_BANNED_IDS), np.int32
+
+    def unpack(self, packed: Int[Array, " size"]) -> SamplingArrays:
+        """The parameters inside the compiled draw."""
+        return SamplingArrays(**self.arrays(packed))

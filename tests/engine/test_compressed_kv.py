@@ -188,11 +188,11 @@ def test_a_new_calibration_empties_the_cache_and_compiles_nothing():
     other = replace(SCORED, prompt_logprobs=None)
     assert serve(engine, prompt, other)[0].num_cached_tokens == 32
     serve(engine, random_prompts([40], seed=9), other)
-    steps = len(engine._runner._steps)
+    steps = len(engine._runner._compiled)
     engine.calibrate_kv(random_prompts([64], seed=5))
     fresh = serve(engine, prompt, other)[0]
     assert fresh.num_cached_tokens == 0
-    assert len(engine._runner._steps) == steps
+    assert len(engine._runner._compiled) == steps
     assert reported(first).tolist() == reported(again).tolist()
 
 

@@ -123,7 +123,7 @@ def test_nothing_compiles_after_warm_up():
 
 def test_a_compile_after_warm_up_is_counted():
     engine = tiny_engine(max_num_seqs=2, max_num_batched_tokens=16, warm_up=True)
-    engine._runner._steps.clear()
+    engine._runner._compiled.clear()
     serve(engine, [[1, 2, 3]], GREEDY)
     assert engine.stats().compiles_after_warmup > 0
 

@@ -29,7 +29,7 @@ def arrays(rows, **changes):
 
 
 def draw(logits, how, num_top=5):
-    return jax.jit(lambda x, h: sample(x, h, greedy=False, num_top=num_top))(
+    return jax.jit(lambda x, h: sample(x, h, full=True, num_top=num_top))(
         jnp.asarray(logits, jnp.float32), how
     )
 
@@ -156,9 +156,10 @@ def test_logprobs_are_of_the_raw_distribution():
     assert np.abs(np.asarray(out.top_logprobs) - found).max() < 1e-5
 
 
-def test_the_greedy_step_draws_what_the_full_step_draws():
+def test_a_draw_without_filters_and_reports_draws_the_same():
     logits = np.random.default_rng(2).normal(size=(9, VOCAB))
-    short = jax.jit(lambda x, h: sample(x, h, greedy=True, num_top=5))
-    fast = short(jnp.asarray(logits, jnp.float32), arrays(9))
-    assert (np.asarray(fast.token_ids) == np.asarray(draw(logits, arrays(9)).token_ids)).all()
+    how = arrays(9, temperature=[0, 1, 0.5] * 3, seed=np.arange(9), position=7)
+    short = jax.jit(lambda x, h: sample(x, h, full=False, num_top=5))
+    fast = short(jnp.asarray(logits, jnp.float32), how)
+    assert (np.asarray(fast.token_ids) == np.asarray(draw(logits, how).token_ids)).all()
     assert fast.top_ids is None

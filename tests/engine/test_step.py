@@ -11,8 +11,8 @@ from pagedjax.config import EngineConfig
 from pagedjax.engine.buckets import Bucket, Buckets, ladder
 from pagedjax.engine.compilation_cache import enable_compilation_cache
 from pagedjax.engine.kv_pool import blocks_that_fit, host_memory_bytes, kv_spec
-from pagedjax.engine.runner import ModelRunner, StepKey
-from pagedjax.engine.step_inputs import MAX_BANNED_IDS, StepLayout
+from pagedjax.engine.runner import ModelRunner
+from pagedjax.engine.step_inputs import SamplingLayout, StepLayout
 from tests.support.tiny_engines import tiny_arch, tiny_model
 
 OPTIONS = dict(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=256)
@@ -27,11 +27,10 @@ def runner(num_blocks, **options):
 
 
 @pytest.mark.parametrize("bucket", [Bucket(4, 4, True), Bucket(32, 4, False)])
-@pytest.mark.parametrize("greedy", [True, False])
-def test_a_steps_temporary_memory_does_not_grow_with_the_pool(bucket, greedy):
+def test_a_steps_temporary_memory_does_not_grow_with_the_pool(bucket):
     """Otherwise the pool is copied somewhere instead of updated in place."""
-    small = runner(32).compile(StepKey(bucket, greedy)).memory_analysis()
-    large = runner(3200).compile(StepKey(bucket, greedy)).memory_analysis()
+    small = runner(32).compile(bucket).memory_analysis()
+    large = runner(3200).compile(bucket).memory_analysis()
     pool_bytes = kv_spec(
         tiny_arch(), EngineConfig(), num_blocks=3200, dtype=np.dtype(np.float32)
     ).block_bytes * 3200  # fmt: skip
@@ -40,23 +39,24 @@ def test_a_steps_temporary_memory_does_not_grow_with_the_pool(bucket, greedy):
     assert large.temp_size_in_bytes < pool_bytes / 4
 
 
-def test_packed_fields_arrive_where_they_were_written():
-    layout = StepLayout(Bucket(6, 3, False), max_blocks=5)
+@pytest.mark.parametrize(
+    "layout", [StepLayout(Bucket(6, 3, False), max_blocks=5), SamplingLayout(3)]
+)
+def test_packed_fields_arrive_where_they_were_written(layout):
     packed = np.zeros(layout.size, np.int32)
     rng = np.random.default_rng(0)
     written = {}
+    start = packed.__array_interface__["data"][0]
     for name, view in layout.views(packed).items():
         is_float = view.dtype == np.float32
         view[...] = rng.normal(size=view.shape) if is_float else rng.integers(0, 99, view.shape)
         written[name] = view.copy()
-    start = packed.__array_interface__["data"][0]
-    for name, view in layout.views(packed).items():  # what Mosaic GPU kernels ask of an address
+        # What Mosaic GPU kernels ask of an address.
         assert (view.__array_interface__["data"][0] - start) % 256 == 0, name
-    inputs = jax.jit(layout.unpack)(jnp.asarray(layout.sealed(packed)))
+    arrays = jax.jit(layout.unpack)(jnp.asarray(layout.sealed(packed)))
     for name, value in written.items():
-        home = inputs if hasattr(inputs, name) else inputs.sampling
-        assert (np.asarray(getattr(home, name)) == value).all(), name
-    assert inputs.sampling.banned_ids.shape == (3, MAX_BANNED_IDS)
+        assert (np.asarray(getattr(arrays, name)) == value).all(), name
+    assert set(written) == set(type(arrays).__dataclass_fields__)
 
 
 def test_ladders_end_with_the_largest_size():
