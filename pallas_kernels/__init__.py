@@ -2,9 +2,16 @@
 
 from pallas_kernels.api import (
     Implementation,
+    add_rms_norm,
     paged_decode_attention,
     paged_prefill_attention,
     write_kv,
 )
 
-__all__ = ["Implementation", "paged_decode_attention", "paged_prefill_attention", "write_kv"]
+__all__ = [
+    "Implementation",
+    "add_rms_norm",
+    "paged_decode_attention",
+    "paged_prefill_attention",
+    "write_kv",
+]

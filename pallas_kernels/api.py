@@ -120,6 +120,49 @@ def write_kv(
     )
 
 
+def add_rms_norm(
+    x: jax.Array,
+    delta: jax.Array,
+    scale: jax.Array,
+    *,
+    eps: float,
+    implementation: Literal["triton", "xla"] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Add to the residual stream, and normalise what it is then (arXiv:1910.07467).
+
+    The mean square is float32; the sum is rounded to the dtype before it is normalised.
+
+    Args:
+        x: residual stream `[tokens, dim]`.
+        delta: what a layer adds, like `x`.
+        scale: `[dim]`, of the same dtype.
+        eps: added to the mean square.
+        implementation: None for the kernel on GPUs and XLA elsewhere.
+
+    Returns:
+        `x + delta` and its normalisation times `scale`, both like `x`.
+
+    Raises:
+        ValueError: a shape or dtype does not fit; the text names got and wanted.
+    """
+    if x.ndim != 2:
+        raise ValueError(f"x must be [tokens, dim], got {x.shape}")
+    check_shape("delta", delta, x.shape, "[tokens, dim]")
+    check_shape("scale", scale, x.shape[1:], "[dim]")
+    if not x.dtype == delta.dtype == scale.dtype:
+        raise ValueError(
+            f"x, delta and scale must have one dtype, got {x.dtype}, {delta.dtype}, {scale.dtype}"
+        )
+    if implementation not in (None, "triton", "xla"):
+        raise ValueError(f"{implementation=} is not one of triton, xla")
+    if implementation is None:
+        implementation = "triton" if jax.default_backend() == "gpu" else "xla"
+    if implementation == "xla":
+        return xla.add_rms_norm(x, delta, scale, eps)
+    module = importlib.import_module("pallas_kernels.add_rms_norm_triton")
+    return module.add_rms_norm(x, delta, scale, eps)
+
+
 def paged_decode_attention(
     q: jax.Array,
     kv_pool: jax.Array,

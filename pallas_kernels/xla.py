@@ -50,6 +50,16 @@ def write_kv(
     return kv_pool.at[block, :, :, offset].set(new, mode="drop")
 
 
+def add_rms_norm(
+    x: jax.Array, delta: jax.Array, scale: jax.Array, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.add_rms_norm`."""
+    total = x + delta
+    wide = total.astype(jnp.float32)
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    return total, (wide * lax.rsqrt(mean_square + eps)).astype(x.dtype) * scale[None]
+
+
 def paged_decode_attention(
     q: jax.Array,
     kv_pool: jax.Array,

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from pallas_kernels import add_rms_norm
+
 
 class RMSNorm(nnx.Module):
     """Divide by the root mean square, then scale (Zhang and Sennrich, arXiv:1910.07467).
@@ -23,3 +25,11 @@ class RMSNorm(nnx.Module):
         normed = (wide * jax.lax.rsqrt(mean_square + self.eps)).astype(x.dtype)
         scale = self.scale[...]
         return normed * scale.reshape((1,) * (x.ndim - 1) + scale.shape)
+
+    def add(
+        self, x: Float[Array, "tokens dim"], delta: Float[Array, "tokens dim"] | None
+    ) -> tuple[Float[Array, "tokens dim"], Float[Array, "tokens dim"]]:
+        """The residual stream with `delta` added to it (if any), and that normalised."""
+        if delta is None:
+            return x, self(x)
+        return add_rms_norm(x, delta, self.scale[...], eps=self.eps)

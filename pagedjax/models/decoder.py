@@ -19,6 +19,9 @@ from pagedjax.layers.norms import RMSNorm
 from pagedjax.layers.rope import Rotation
 from pagedjax.models.arch import ArchConfig
 
+# The residual stream `[tokens, embed]`, and what is still to be added to it.
+Stream = tuple[Float[Array, "tokens embed"], Float[Array, "tokens embed"] | None]
+
 
 class Embedding(nnx.Module):
     """A table with a row per token id; also serves as the output projection when tied."""
@@ -31,7 +34,10 @@ class Embedding(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Pre-norm transformer layer: attention, then MLP, each added to the residual stream."""
+    """Pre-norm transformer layer: attention, then MLP, each added to the residual stream.
+
+    What a layer's MLP adds is handed on beside the stream: the next norm adds it, in one pass.
+    """
 
     def __init__(self, arch: ArchConfig, window: int | None, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.attention_norm = RMSNorm(arch.embed, arch.norm_eps, dtype=dtype, axis="embed")
@@ -39,24 +45,23 @@ class Layer(nnx.Module):
         self.mlp_norm = RMSNorm(arch.embed, arch.norm_eps, dtype=dtype, axis="embed")
         self.mlp = MLP(arch, rngs=rngs, dtype=dtype)
 
-    def __call__(
-        self, x: Float[Array, "tokens embed"], rotate: Rotation, memory: MemoryT
-    ) -> tuple[Float[Array, "tokens embed"], MemoryT]:
+    def __call__(self, stream: Stream, rotate: Rotation, memory: MemoryT) -> tuple[Stream, MemoryT]:
         """One layer's update of the residual stream, and of its memory."""
-        mixed, memory = self.attention(self.attention_norm(x), rotate, memory)
-        x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), memory
+        x, normed = self.attention_norm.add(*stream)
+        mixed, memory = self.attention(normed, rotate, memory)
+        x, normed = self.mlp_norm.add(x, mixed)
+        return (x, self.mlp(normed)), memory
 
 
 @jax.jit
 def run_layer(
-    layer: Layer, x: jax.Array, rotate: Rotation, memory: MemoryT
-) -> tuple[jax.Array, MemoryT]:
-    """`layer(x, rotate, memory)`, traced once for all layers that are alike.
+    layer: Layer, stream: Stream, rotate: Rotation, memory: MemoryT
+) -> tuple[Stream, MemoryT]:
+    """`layer(stream, rotate, memory)`, traced once for all layers that are alike.
 
     XLA inlines the calls, so this saves tracing and lowering time and changes no step.
     """
-    return layer(x, rotate, memory)
+    return layer(stream, rotate, memory)
 
 
 class Decoder(nnx.Module):
@@ -107,13 +112,13 @@ class Decoder(nnx.Module):
         Returns:
             The normalised residual stream, ready for `logits`, and the memories as they are now.
         """
-        x = self.embed.table[...][tokens]
+        stream: Stream = self.embed.table[...][tokens], None
         rotate = Rotation.at(positions, self.arch.rope, self.arch.head_dim)
         after = []
         for layer, memory in zip(self.layers, memories, strict=True):
-            x, memory = run_layer(layer, x, rotate, memory)
+            stream, memory = run_layer(layer, stream, rotate, memory)
             after.append(memory)
-        return self.norm(x), after
+        return self.norm.add(*stream)[1], after
 
     def logits(self, hidden: Float[Array, "rows embed"]) -> Float[Array, "rows vocab"]:
         """Unnormalised log-probabilities of the next token, float32."""

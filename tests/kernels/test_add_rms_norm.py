@@ -1,0 +1,88 @@
+"""Residual addition with normalisation, against numpy in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import add_rms_norm
+from pallas_kernels import add_rms_norm_triton as kernel
+from pallas_kernels.interpret import lower_for_hopper
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*Pallas Triton.*:DeprecationWarning")
+
+EPS = 1e-5
+
+
+def inputs(rows, dim, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = ((rows, dim), (rows, dim), (dim,))
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def interpreted(x, delta, scale):
+    return kernel.add_rms_norm(x, delta, scale, EPS, True)
+
+
+def in_xla(x, delta, scale):
+    return add_rms_norm(x, delta, scale, eps=EPS, implementation="xla")
+
+
+@pytest.mark.parametrize("run", [interpreted, in_xla])
+@pytest.mark.parametrize(("rows", "dim"), [(1, 1024), (3, 576), (5, 64), (2, 1)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_sum_is_what_is_normalised(run, rows, dim, dtype):
+    x, delta, scale = inputs(rows, dim, dtype)
+    total, normed = run(x, delta, scale)
+    wanted = np.asarray(x + delta).astype(np.float64)
+    assert total.dtype == normed.dtype == dtype
+    assert (np.asarray(total).astype(np.float64) == wanted).all()
+    mean_square = (wanted**2).mean(axis=1, keepdims=True)
+    wanted = wanted / np.sqrt(mean_square + EPS) * np.asarray(scale).astype(np.float64)
+    tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
+    assert np.allclose(np.asarray(normed).astype(np.float64), wanted, rtol=tolerance, atol=1e-6)
+
+
+def test_its_gradient_is_that_of_the_two_operations():
+    args = inputs(4, 48, jnp.float32)
+
+    def loss(run):
+        return lambda *a: sum(jnp.sum(jnp.sin(y)) for y in run(*a))
+
+    got = jax.grad(loss(interpreted), argnums=(0, 1, 2))(*args)
+    wanted = jax.grad(loss(in_xla), argnums=(0, 1, 2))(*args)
+    for a, b in zip(got, wanted, strict=True):
+        assert np.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_batch_of_sequences_maps_over_it():
+    x, delta, scale = inputs(6, 32, jnp.float32)
+    batched = jax.vmap(interpreted, in_axes=(0, 0, None))
+    got = batched(x.reshape(2, 3, 32), delta.reshape(2, 3, 32), scale)
+    for a, b in zip(got, in_xla(x, delta, scale), strict=True):
+        assert np.allclose(a.reshape(6, 32), b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "dim"), [(1, 4096), (256, 5120), (2048, 1024), (8, 576)])
+def test_it_lowers_for_cuda(rows, dim):
+    args = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((rows, dim), (rows, dim), (dim,))
+    ]
+    text = lower_for_hopper(lambda *a: kernel.add_rms_norm(*a, EPS), *args)
+    assert "add_rms_norm" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"delta": jnp.zeros((2, 8))}, r"delta must be .* = \(2, 4\), got \(2, 8\)"),
+        ({"scale": jnp.zeros(8)}, r"scale must be .* = \(4,\), got \(8,\)"),
+        ({"x": jnp.zeros(4)}, r"x must be \[tokens, dim\], got \(4,\)"),
+        ({"scale": jnp.zeros(4, jnp.bfloat16)}, "one dtype, got float32, float32, bfloat16"),
+        ({"implementation": "mosaic"}, "is not one of triton, xla"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(change, message):
+    fitting = {"x": jnp.zeros((2, 4)), "delta": jnp.zeros((2, 4)), "scale": jnp.zeros(4)}
+    with pytest.raises(ValueError, match=message):
+        add_rms_norm(**{**fitting, **change}, eps=EPS)
