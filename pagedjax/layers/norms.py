@@ -27,9 +27,7 @@ class RMSNorm(nnx.Module):
         return normed * scale.reshape((1,) * (x.ndim - 1) + scale.shape)
 
     def add(
-        self, x: Float[Array, "tokens dim"], delta: Float[Array, "tokens dim"] | None
+        self, x: Float[Array, "tokens dim"], delta: Float[Array, "tokens dim"]
     ) -> tuple[Float[Array, "tokens dim"], Float[Array, "tokens dim"]]:
-        """The residual stream with `delta` added to it (if any), and that normalised."""
-        if delta is None:
-            return x, self(x)
+        """The residual stream with `delta` added to it, and that normalised."""
         return add_rms_norm(x, delta, self.scale[...], eps=self.eps)

@@ -20,7 +20,7 @@ from pagedjax.layers.rope import Rotation
 from pagedjax.models.arch import ArchConfig
 
 # The residual stream `[tokens, embed]`, and what is still to be added to it.
-Stream = tuple[Float[Array, "tokens embed"], Float[Array, "tokens embed"] | None]
+Stream = tuple[Float[Array, "tokens embed"], Float[Array, "tokens embed"]]
 
 
 class Embedding(nnx.Module):
@@ -112,7 +112,8 @@ class Decoder(nnx.Module):
         Returns:
             The normalised residual stream, ready for `logits`, and the memories as they are now.
         """
-        stream: Stream = self.embed.table[...][tokens], None
+        embedded = self.embed.table[...][tokens]
+        stream = jnp.zeros_like(embedded), embedded  # so that the first layer is like all others
         rotate = Rotation.at(positions, self.arch.rope, self.arch.head_dim)
         after = []
         for layer, memory in zip(self.layers, memories, strict=True):
