@@ -142,9 +142,8 @@ def bench_decode(args: argparse.Namespace) -> None:
         blocks = 2 + max(max(c.blocks for c in cases), (1 << 30) // cases[0].block_bytes)
         pool = random_pool(blocks, *cases[0].pool_key)
         for case in cases:
-            table += time_case(
-                case, Workload.of(case, blocks, args.rows), pool, backends, ceiling, args
-            )
+            work = Workload.of(case, blocks, args.rows)
+            table += time_case(work, pool, backends, ceiling, args)
         del pool
     print(f"{'case':34} {'variant':22} {'us':>9} {'TB/s':>6} {'copy':>5}")
     for row in table:

@@ -64,10 +64,10 @@ def test_rows_of_a_sequence_are_causal_and_equal_dense_attention(
 
 
 def test_rows_together_equal_one_decode_after_the_other():
-    case = make_case(2, [40, 17, 90], rows=[4, 4, 4])
+    case = make_case(2, [40, 17, 50], rows=[4, 4, 4])
     out, _ = run("triton", case, 4)
-    for row in range(4):
-        alone = make_case(2, [40, 17, 90], rows=[4, 4, 4])
+    for row in (0, 2):
+        alone = make_case(2, [40, 17, 50], rows=[4, 4, 4])
         alone.q = alone.q[row::4]
         alone.seq_lens = alone.seq_lens - (3 - row)
         single, _ = run("triton", alone, 1)
@@ -75,13 +75,13 @@ def test_rows_together_equal_one_decode_after_the_other():
 
 
 def test_the_number_of_workers_does_not_change_the_rows():
-    case = make_case(3, [200, 16, 90], rows=[8, 8, 8], group=2, kv_heads=1)
+    case = make_case(3, [120, 16, 50], rows=[8, 8, 8], group=2, kv_heads=1)
     q = case.q.reshape(3, 8, *case.q.shape[1:])
     outs = []
-    for workers in (1, 3, 40):
+    for workers in (1, 7):
         config = DecodeConfig(tile=16, stages=2, workers=workers)
         out = triton_decode(
-            q, *case.args()[1:], scale=0.1, window=50, soft_cap=None, sinks=None, kv_scales=None,
+            q, *case.args()[1:], scale=0.1, window=30, soft_cap=None, sinks=None, kv_scales=None,
             return_lse=False, config=config, interpret=True,
         )  # fmt: skip
         outs.append(np.asarray(out))
