@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from pagedjax.llm import LLM as LLM
     from pagedjax.outputs import CompletionOutput as CompletionOutput
     from pagedjax.outputs import RequestOutput as RequestOutput
+    from pagedjax.sampling_params import BeamSearchParams as BeamSearchParams
     from pagedjax.sampling_params import SamplingParams as SamplingParams
 
 _HOME = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
     "SamplingParams": "sampling_params",
+    "BeamSearchParams": "sampling_params",
     "EngineConfig": "config",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
@@ -27,6 +29,7 @@ __all__ = [  # noqa: F822  (loaded by __getattr__)
     "LLM",
     "AsyncLLM",
     "SamplingParams",
+    "BeamSearchParams",
     "EngineConfig",
     "RequestOutput",
     "CompletionOutput",

@@ -21,13 +21,14 @@ from pagedjax.frontend import (
     start_engine,
 )
 from pagedjax.outputs import RequestOutput, Timings
-from pagedjax.sampling_params import SamplingParams
+from pagedjax.sampling_params import BeamSearchParams, SamplingParams
 from pagedjax.tokenizer import Message, Tokenizer
 
 if TYPE_CHECKING:
     from pagedjax.engine.engine import Engine
 
 Deltas = Generator[tuple[int, RequestOutput], None, None]
+Asked = tuple[Any, Any, SamplingParams | BeamSearchParams]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -138,6 +139,30 @@ class LLM:
         requests = self._requests(conversations, self._frontend.chat_tokens, params)
         return self._collect(requests, progress)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """The likeliest completions of every prompt that a beam search finds, best first.
+
+        The beams of a prompt share its keys and values, and what else they have in common.
+
+        Args:
+            prompts: as in `generate`.
+            params: width of the search and when it ends.
+            progress: show a bar on standard error.
+
+        Raises:
+            ValueError: `prompts` is no prompt at all, or `params` is not `BeamSearchParams`.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"wanted BeamSearchParams, got {type(params).__name__}")
+        tokens = self._frontend.tokens
+        return self._collect([(p, tokens, params) for p in prompt_list(prompts)], progress)
+
     def stream(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> Deltas:
         """Like `generate`, but yields `(index of the prompt, delta)` as the text comes.
 
@@ -166,9 +191,7 @@ class LLM:
         sequences = [self._frontend.tokens(prompt)[1] for prompt in prompt_list(prompts)]
         self.engine.calibrate_kv(sequences)
 
-    def _requests(
-        self, prompts: list[Any], tokens: Any, params: Params
-    ) -> list[tuple[Any, Any, SamplingParams]]:
+    def _requests(self, prompts: list[Any], tokens: Any, params: Params) -> list[Asked]:
         """`(prompt, how to tokenize it, params)` for each prompt."""
         if params is None or isinstance(params, SamplingParams):
             each: Sequence[SamplingParams | None] = [params] * len(prompts)
@@ -181,7 +204,7 @@ class LLM:
             for prompt, one in zip(prompts, each, strict=True)
         ]
 
-    def _deltas(self, requests: list[tuple[Any, Any, SamplingParams]]) -> Deltas:
+    def _deltas(self, requests: list[Asked]) -> Deltas:
         inbox: deque[RequestOutput] = deque()
         live: dict[str, int] = {}
         try:
@@ -223,9 +246,7 @@ class LLM:
             if self.metrics is not None:
                 self.metrics.look()
 
-    def _collect(
-        self, requests: list[tuple[Any, Any, SamplingParams]], progress: bool
-    ) -> list[RequestOutput]:
+    def _collect(self, requests: list[Asked], progress: bool) -> list[RequestOutput]:
         from tqdm import tqdm
 
         parts: list[list[RequestOutput]] = [[] for _ in requests]
@@ -262,7 +283,9 @@ def _interrupt_held_back() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _refused(request_id: str, prompt: object, params: SamplingParams, error: str) -> RequestOutput:
+def _refused(
+    request_id: str, prompt: object, params: SamplingParams | BeamSearchParams, error: str
+) -> RequestOutput:
     now = time.monotonic()
     return RequestOutput.failed(
         error,

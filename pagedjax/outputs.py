@@ -49,6 +49,8 @@ class CompletionOutput:
             stop string; `length` by `max_tokens` or the engine's length limit; `abort` by the
             caller; `error` if it failed.
         stop_reason: the stop token's id or the stop string behind `stop`; None otherwise.
+        score: of a beam search: the sum of the log-probabilities over the length to the power of
+            the length penalty; None otherwise.
     """
 
     index: int
@@ -57,6 +59,7 @@ class CompletionOutput:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

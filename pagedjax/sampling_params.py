@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from pagedjax.models.generation import GenerationDefaults
@@ -104,6 +104,10 @@ class SamplingParams:
         self._store("stop", _stop_strings(self.stop))
         self._store("stop_token_ids", _stop_token_ids(self.stop_token_ids))
 
+    def salt_pairs(self) -> tuple[tuple[str, str], ...]:
+        """`cache_salt` as the scheduler takes it, apart from salts of other kinds."""
+        return () if self.cache_salt is None else (("cache_salt", self.cache_salt),)
+
     def _store(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
@@ -124,6 +128,76 @@ class SamplingParams:
             stated["temperature"] = defaults.temperature
             settings = {name: value for name, value in stated.items() if value is not None}
         return cls(**{**settings, **changes})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """How to search for likely completions of one prompt. Checks itself when it is made.
+
+    >>> BeamSearchParams(beam_width=4, max_tokens=32).length_penalty
+    1.0
+
+    Attributes:
+        beam_width: hypotheses that are followed at the same time, and completions returned, best
+            first.
+        max_tokens: tokens of a completion at most; the engine's length limit is another bound.
+        length_penalty: a completion's score is the sum of its log-probabilities divided by its
+            length to this power, so that more than 0 favours longer ones.
+        early_stopping: True ends the search with `beam_width` completions; False when the best
+            hypothesis would not beat the worst of them if it ended now; "never" when it could
+            not at any length.
+        ignore_eos: go on after the checkpoint's end-of-text ids.
+        skip_special_tokens: leave control tokens such as `<|im_end|>` out of the text.
+        cache_salt: as in `SamplingParams`.
+
+    Raises:
+        ValueError: a field has an impossible type or value; the message names it.
+    """
+
+    beam_width: int
+    max_tokens: int = 16
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        store = object.__setattr__
+        store(self, "beam_width", _integer("beam_width", self.beam_width, 1, MAX_COMPLETIONS))
+        store(self, "max_tokens", _integer("max_tokens", self.max_tokens, 1, _MAX_INT32))
+        store(self, "length_penalty", _number("length_penalty", self.length_penalty, -100, 100))
+        if self.early_stopping not in (True, False, "never"):
+            raise ValueError(
+                f"early_stopping must be True, False or 'never', got {self.early_stopping!r}"
+            )
+        self.sampling(num_candidates=1)
+
+    @property
+    def n(self) -> int:
+        """Completions returned."""
+        return self.beam_width
+
+    def sampling(self, num_candidates: int) -> SamplingParams:
+        """What each beam asks of a step: its likeliest continuations.
+
+        Raises:
+            ValueError: a step does not report so many.
+        """
+        if num_candidates > MAX_LOGPROBS:
+            raise ValueError(
+                f"a beam_width of {self.beam_width} needs the {num_candidates} likeliest tokens of "
+                f"each position, a step reports at most {MAX_LOGPROBS}"
+            )
+        return SamplingParams(
+            n=self.beam_width,
+            temperature=0.0,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            logprobs=num_candidates,
+            skip_special_tokens=self.skip_special_tokens,
+            cache_salt=self.cache_salt,
+        )
 
 
 def _is_integer(value: object) -> bool:

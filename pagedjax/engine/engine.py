@@ -7,26 +7,27 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pagedjax.config import EngineConfig
 from pagedjax.engine.batch import pack_inputs, pack_sampling, sampled_positions
+from pagedjax.engine.beam_search import BeamSearch, num_candidates
 from pagedjax.engine.compilation_cache import enable_compilation_cache
+from pagedjax.engine.in_flight import Done, InFlight
 from pagedjax.engine.kv_pool import blocks_that_fit, kv_spec
 from pagedjax.engine.kv_scales import default_sequences, kv_maxima, scales_for
 from pagedjax.engine.logprobs import HostSamples
+from pagedjax.engine.request_checks import checked_request
 from pagedjax.engine.requests import Completion, LiveRequest, PromptTarget
 from pagedjax.engine.runner import ModelRunner
-from pagedjax.engine.sampler import SampleOutputs
 from pagedjax.engine.sampling_records import SamplingRecords
 from pagedjax.engine.stats import EngineStats
 from pagedjax.engine.step_inputs import SamplingLayout
 from pagedjax.models.params import Params
 from pagedjax.outputs import RequestOutput, Timings
-from pagedjax.sampling_params import SamplingParams
+from pagedjax.sampling_params import BeamSearchParams, SamplingParams
 from pagedjax.tokenizer import TextStream, Tokenizer
 from scheduler import (
     MAX_PLANS_IN_FLIGHT,
@@ -34,7 +35,6 @@ from scheduler import (
     Request,
     Scheduler,
     SchedulerConfig,
-    SeqUpdate,
     StepPlan,
     StopRules,
 )
@@ -42,25 +42,6 @@ from scheduler.block_map import BlockMap, block_map
 
 if TYPE_CHECKING:
     from pagedjax.loading import LoadedModel
-
-
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """A step that was launched and whose tokens have not been read."""
-
-    plan: StepPlan
-    samples: SampleOutputs
-    targets: list[PromptTarget]
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """A step whose tokens have been read, at `time` by the monotonic clock."""
-
-    step: InFlight
-    samples: HostSamples
-    updates: list[SeqUpdate]
-    time: float
 
 
 class Engine:
@@ -136,7 +117,7 @@ class Engine:
         request_id: str,
         prompt: str | None,
         prompt_token_ids: Sequence[int],
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
     ) -> None:
         """Queue a request; `step` brings its outputs.
 
@@ -144,12 +125,24 @@ class Engine:
             request_id: the caller's name for it, free again once its last output has come.
             prompt: its text, only to be repeated in the outputs.
             prompt_token_ids: what the model reads.
-            params: how to sample and when to stop.
+            params: how to sample or search, and when to stop.
 
         Raises:
             ValueError: the request can not be served; nothing has been queued.
         """
-        token_ids = self._checked(request_id, prompt_token_ids, params)
+        search = params if isinstance(params, BeamSearchParams) else None
+        eos_ids = () if params.ignore_eos else self.generation.eos_ids
+        if isinstance(params, BeamSearchParams):
+            params = params.sampling(num_candidates(params, len(eos_ids)))
+        if request_id in self._live or request_id in self._news:
+            raise ValueError(f"request id {request_id!r} is in use by an unfinished request")
+        token_ids = checked_request(
+            prompt_token_ids,
+            params,
+            vocab=self.arch.vocab,
+            max_logprobs=self.config.max_logprobs,
+            has_tokenizer=self.tokenizer is not None,
+        )
         live = LiveRequest(
             request_id=request_id,
             prompt=prompt,
@@ -157,47 +150,60 @@ class Engine:
             params=params,
             timings=Timings(arrived=time.monotonic()),
         )
-        eos_ids = () if params.ignore_eos else self.generation.eos_ids
         stop = StopRules(
             max_tokens=params.max_tokens or self.max_model_len,
             min_tokens=params.min_tokens,
             stop_token_ids=frozenset((*params.stop_token_ids, *eos_ids)),
         )
         seed = self._seeds.getrandbits(32) if params.seed is None else params.seed
-        salt = () if params.cache_salt is None else (("cache_salt", params.cache_salt),)
         for index in range(params.n):
-            record = self._records.add(
-                params,
-                seed=seed,
-                sample_index=index,
-                prompt_len=len(token_ids),
-                stop_ids=stop.stop_token_ids,
+            self._add_sequence(live, index, seed=seed, stop=stop, is_beam=search is not None)
+        if search is not None:
+            live.beams = BeamSearch(
+                [completion.key for completion in live.completions],
+                search,
+                eos_ids=eos_ids,
+                max_tokens=min(search.max_tokens, self.max_model_len - len(token_ids)),
             )
-            key = f"{self._serial}.{index}"
-            try:
-                self._scheduler.add(
-                    Request(
-                        request_id=key,
-                        prompt_token_ids=token_ids,
-                        stop=stop,
-                        prompt_logprobs=params.prompt_logprobs is not None and index == 0,
-                        cache_salt=salt,
-                        sibling_of=f"{self._serial}.0" if index else None,
-                    )
-                )
-            except ValueError:
-                # Samples differ in nothing that is checked, so only the first can be refused.
-                self._records.remove(record)
-                raise
-            text = None
-            if self.tokenizer is not None:
-                text = TextStream.for_params(self.tokenizer, params)
-            completion = Completion(key=key, index=index, record=record, text=text)
-            live.completions.append(completion)
-            self._by_key[key] = live, completion
         self._live[request_id] = live
         self._serial += 1
         self._prompt_tokens += len(token_ids)
+
+    def _add_sequence(
+        self, live: LiveRequest, index: int, *, seed: int, stop: StopRules, is_beam: bool
+    ) -> None:
+        """Queue one of a request's samples or beams."""
+        params, prompt = live.params, live.prompt_token_ids
+        record = self._records.add(
+            params,
+            seed=seed,
+            sample_index=index,
+            prompt_len=len(prompt),
+            stop_ids=stop.stop_token_ids,
+        )
+        key = f"{self._serial}.{index}"
+        try:
+            self._scheduler.add(
+                Request(
+                    request_id=key,
+                    prompt_token_ids=prompt,
+                    stop=stop,
+                    prompt_logprobs=params.prompt_logprobs is not None and index == 0,
+                    cache_salt=params.salt_pairs(),
+                    sibling_of=f"{self._serial}.0" if index else None,
+                    beam=is_beam,
+                )
+            )
+        except ValueError:
+            # Samples differ in nothing that is checked, so only the first can be refused.
+            self._records.remove(record)
+            raise
+        text = None
+        if self.tokenizer is not None:
+            text = TextStream.for_params(self.tokenizer, params)
+        completion = Completion(key=key, index=index, record=record, text=text)
+        live.completions.append(completion)
+        self._by_key[key] = live, completion
 
     def abort(self, request_id: str) -> None:
         """End a request; the next `step` brings its last output. Unknown ids are ignored."""
@@ -306,36 +312,6 @@ class Engine:
         """What every block of the pool is used for; takes milliseconds for a large pool."""
         return block_map(self._scheduler)
 
-    def _checked(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
-    ) -> tuple[int, ...]:
-        """The prompt as plain integers, if the request can be served as far as is seen here."""
-        if request_id in self._live or request_id in self._news:
-            raise ValueError(f"request id {request_id!r} is in use by an unfinished request")
-        ids = np.asarray(prompt_token_ids)
-        if ids.ndim != 1:
-            raise ValueError(f"a prompt is a flat list of token ids, got shape {ids.shape}")
-        if not ids.size:
-            raise ValueError("the prompt is empty; at least one token is needed")
-        wanted = f"token ids must be integers in 0 .. {self.arch.vocab - 1}"
-        if ids.dtype.kind not in "iu":  # an id beyond 64 bits makes an array of objects
-            raise ValueError(f"{wanted}, got {ids.dtype}")
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self.arch.vocab:
-            raise ValueError(f"{wanted}, got {low if low < 0 else high}")
-        for name in ("logprobs", "prompt_logprobs"):
-            wanted = getattr(params, name)
-            if wanted is not None and wanted > self.config.max_logprobs:
-                raise ValueError(
-                    f"{name} is {wanted}, the engine reports at most {self.config.max_logprobs}"
-                )
-        if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop strings need a tokenizer, got {params.stop!r} without one")
-        outside = [i for i in params.stop_token_ids if i >= self.arch.vocab]
-        if outside:
-            raise ValueError(f"stop_token_ids must be below {self.arch.vocab}, got {outside}")
-        return tuple(ids.tolist())
-
     def _launch(self, plan: StepPlan) -> InFlight:
         now = time.monotonic()
         members = [self._by_key[seq.request_id] for seq in plan.seqs]
@@ -386,44 +362,42 @@ class Engine:
                 live.stamp(first_token=done.time)
                 live.num_cached_tokens = update.num_cached_tokens
                 live.begin_prompt_news()
-            self._tell_tokens(live, completion, update, samples, rows[update.request_id])
+            if live.beams is not None:
+                self._tell_beam(live, live.beams, completion, samples, rows[update.request_id])
+                continue
+            logprobs = None
+            if live.params.logprobs is not None:
+                row, token = rows[update.request_id], update.new_token_ids[-1]
+                logprobs = (samples.logprobs_at(row, token, live.params.logprobs),)
+            if completion.tell_update(update, live.params, logprobs):
+                self._scheduler.finish(completion.key, FinishReason.STOP)
             self._generated_tokens += len(update.new_token_ids)
             if completion.finish_reason is not None:
                 self._end(live, completion)
             self._note(live)
 
-    def _tell_tokens(
+    def _tell_beam(
         self,
         live: LiveRequest,
-        completion: Completion,
-        update: SeqUpdate,
+        search: BeamSearch,
+        beam: Completion,
         samples: HostSamples,
         row: int,
     ) -> None:
-        """Put a completion's new token into words; a stop string found in them ends it."""
-        params, stream = live.params, completion.text
-        reason = update.finish_reason
-        text, stop_string = "", None
-        if stream is not None:
-            silent = update.stop_token_id is not None and not params.include_stop_str_in_output
-            if not silent:
-                text, stop_string = stream.push(update.new_token_ids)
-            if stop_string is not None and reason is None:
-                self._scheduler.finish(completion.key, FinishReason.STOP)
-            if stop_string is not None:
-                reason = FinishReason.STOP
-            if reason is not None:
-                text += stream.flush()
-        logprobs = None
-        if params.logprobs is not None:
-            logprobs = (samples.logprobs_at(row, update.new_token_ids[-1], params.logprobs),)
-        completion.tell(
-            text,
-            tuple(update.new_token_ids),
-            logprobs,
-            reason.value if reason is not None else None,
-            stop_string if stop_string is not None else update.stop_token_id,
-        )
+        """Let a search know how a beam can go on; it does, or ends, once all have been heard."""
+        assert samples.top_ids is not None and samples.top_logprobs is not None
+        if not search.report(beam.key, samples.top_ids[row], samples.top_logprobs[row]):
+            return
+        choices = search.advance()
+        if choices:
+            self._scheduler.choose_beams(choices)
+            return
+        for completion, result in zip(live.completions, search.results, strict=True):
+            self._scheduler.finish(completion.key, FinishReason.STOP)
+            self._end(live, completion)
+            completion.tell_result(result, search.is_stopped(result))
+            self._generated_tokens += len(result.token_ids)
+        self._note(live)
 
     def _note(self, live: LiveRequest) -> None:
         self._news[live.request_id] = live

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
+from pagedjax.engine.beam_search import BeamSearch, Hypothesis
 from pagedjax.outputs import CompletionOutput, FinishReason, RequestOutput, Timings, TokenLogprobs
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.tokenizer import TextStream
+from scheduler import FinishReason as StopReason
+from scheduler import SeqUpdate
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,6 +40,7 @@ class Completion:
         logprobs: tuple[TokenLogprobs, ...] | None,
         finish_reason: FinishReason | None,
         stop_reason: int | str | None = None,
+        score: float | None = None,
     ) -> None:
         """Add to the news. A completion has news at most once a step, and once at its end."""
         assert self.news is None
@@ -48,18 +52,65 @@ class Completion:
             logprobs=logprobs,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
+            score=score,
+        )
+
+    def tell_update(
+        self,
+        update: SeqUpdate,
+        params: SamplingParams,
+        logprobs: tuple[TokenLogprobs, ...] | None,
+    ) -> bool:
+        """Put new tokens into words.
+
+        Returns:
+            Whether a stop string in them ends what would go on otherwise.
+        """
+        ended, reason = update.finish_reason is not None, update.finish_reason
+        text, stop_string = "", None
+        if self.text is not None:
+            silent = update.stop_token_id is not None and not params.include_stop_str_in_output
+            if not silent:
+                text, stop_string = self.text.push(update.new_token_ids)
+            if stop_string is not None:
+                reason = StopReason.STOP
+            if reason is not None:
+                text += self.text.flush()
+        self.tell(
+            text,
+            tuple(update.new_token_ids),
+            logprobs,
+            reason.value if reason is not None else None,
+            stop_string if stop_string is not None else update.stop_token_id,
+        )
+        return stop_string is not None and not ended
+
+    def tell_result(self, result: Hypothesis, stopped: bool) -> None:
+        """Tell a whole result of a beam search, which ended by itself or at its length limit."""
+        text, tokens = "", list(result.token_ids)
+        if self.text is not None:
+            text, _ = self.text.push(tokens[:-1] if stopped else tokens)
+            text += self.text.flush()
+        self.tell(
+            text,
+            result.token_ids,
+            None,
+            "stop" if stopped else "length",
+            tokens[-1] if stopped else None,
+            score=result.score,
         )
 
 
 @dataclass(slots=True, kw_only=True)
 class LiveRequest:
-    """A request between `add_request` and its last output."""
+    """A request between `add_request` and its last output; `beams` if it searches."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     timings: Timings
+    beams: BeamSearch | None = None
     completions: list[Completion] = field(default_factory=list)
     num_cached_tokens: int = 0
     prompt_news: list[TokenLogprobs | None] = field(default_factory=list)

@@ -1,0 +1,29 @@
+"""Steps on their way: launched, and read but not yet told to the requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagedjax.engine.logprobs import HostSamples
+from pagedjax.engine.requests import PromptTarget
+from pagedjax.engine.sampler import SampleOutputs
+from scheduler import SeqUpdate, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A step that was launched and whose tokens have not been read."""
+
+    plan: StepPlan
+    samples: SampleOutputs
+    targets: list[PromptTarget]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A step whose tokens have been read, at `time` by the monotonic clock."""
+
+    step: InFlight
+    samples: HostSamples
+    updates: list[SeqUpdate]
+    time: float

@@ -1,0 +1,52 @@
+"""What a request must be before the engine queues it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pagedjax.sampling_params import SamplingParams
+
+
+def checked_request(
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    vocab: int,
+    max_logprobs: int,
+    has_tokenizer: bool,
+) -> tuple[int, ...]:
+    """The prompt as plain integers, if the request can be served as far as is seen here.
+
+    Args:
+        prompt_token_ids: what the model is to read.
+        params: how to sample and when to stop.
+        vocab: token ids are below.
+        max_logprobs: most alternatives per token that a step reports.
+        has_tokenizer: whether tokens can be turned into text, which stop strings need.
+
+    Raises:
+        ValueError: it cannot be served.
+    """
+    ids = np.asarray(prompt_token_ids)
+    if ids.ndim != 1:
+        raise ValueError(f"a prompt is a flat list of token ids, got shape {ids.shape}")
+    if not ids.size:
+        raise ValueError("the prompt is empty; at least one token is needed")
+    wanted = f"token ids must be integers in 0 .. {vocab - 1}"
+    if ids.dtype.kind not in "iu":  # an id beyond 64 bits makes an array of objects
+        raise ValueError(f"{wanted}, got {ids.dtype}")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab:
+        raise ValueError(f"{wanted}, got {low if low < 0 else high}")
+    for name in ("logprobs", "prompt_logprobs"):
+        wanted = getattr(params, name)
+        if wanted is not None and wanted > max_logprobs:
+            raise ValueError(f"{name} is {wanted}, the engine reports at most {max_logprobs}")
+    if params.stop and not has_tokenizer:
+        raise ValueError(f"stop strings need a tokenizer, got {params.stop!r} without one")
+    outside = [i for i in params.stop_token_ids if i >= vocab]
+    if outside:
+        raise ValueError(f"stop_token_ids must be below {vocab}, got {outside}")
+    return tuple(ids.tolist())
