@@ -19,10 +19,12 @@ from pagedjax.engine.in_flight import Done, InFlight
 from pagedjax.engine.kv_pool import blocks_that_fit, kv_spec
 from pagedjax.engine.kv_scales import default_sequences, kv_maxima, scales_for
 from pagedjax.engine.logprobs import HostSamples
+from pagedjax.engine.lower_tiers import open_lower_tiers
 from pagedjax.engine.request_checks import checked_request
 from pagedjax.engine.requests import Completion, LiveRequest, PromptTarget
 from pagedjax.engine.runner import ModelRunner
 from pagedjax.engine.sampling_records import SamplingRecords
+from pagedjax.engine.scheduler_options import scheduler_config
 from pagedjax.engine.stats import EngineStats
 from pagedjax.engine.step_inputs import SamplingLayout
 from pagedjax.models.params import Params
@@ -34,7 +36,6 @@ from scheduler import (
     FinishReason,
     Request,
     Scheduler,
-    SchedulerConfig,
     StepPlan,
     StopRules,
 )
@@ -75,8 +76,8 @@ class Engine:
         self.arch = arch
         self.tokenizer = tokenizer
         self.generation = model.generation
-        self._scheduler = Scheduler(scheduler_config(self.config))
         self.kv_spec = kv_spec(arch, config, num_blocks=num_blocks, dtype=table.dtype)
+        self._scheduler = Scheduler(scheduler_config(self.config, self.kv_spec))
         kv_scales = None
         if self.kv_spec.is_compressed:
             maxima = model.kv_maxima
@@ -102,6 +103,9 @@ class Engine:
         self._in_step = False
         if config.warm_up:
             self._runner.warm_up(progress)
+        self._lower = open_lower_tiers(
+            self.config, arch, self.kv_spec, self._scheduler, self._runner
+        )
 
     @property
     def max_model_len(self) -> int:
@@ -235,7 +239,7 @@ class Engine:
             raise RuntimeError("an earlier step was broken off and its tokens are lost")
         self._in_step = True
         done = self._read_oldest() if len(self._in_flight) == MAX_PLANS_IN_FLIGHT else None
-        plan = self._scheduler.schedule()
+        plan = self._plan()
         if plan is not None:
             self._in_flight.append(self._launch(plan))
         elif done is None and self._in_flight:
@@ -305,12 +309,18 @@ class Engine:
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
-            compiles_after_warmup=self._runner.compiles_after_warmup,
+            compiles_after_warmup=self._runner.compiles_after_warmup
+            + (0 if self._lower is None else self._lower.mover.compiles_after_warmup),
         )
 
     def block_map(self) -> BlockMap:
         """What every block of the pool is used for; takes milliseconds for a large pool."""
         return block_map(self._scheduler)
+
+    def _plan(self) -> StepPlan | None:
+        if self._lower is None:
+            return self._scheduler.schedule()
+        return self._lower.plan(self._scheduler, self._runner.update_pool)
 
     def _launch(self, plan: StepPlan) -> InFlight:
         now = time.monotonic()
@@ -410,18 +420,3 @@ class Engine:
         if all(c.finish_reason is not None for c in others):
             live.stamp(finished=time.monotonic())
             del self._live[live.request_id]
-
-
-def scheduler_config(config: EngineConfig) -> SchedulerConfig:
-    """The scheduler's part of resolved options."""
-    assert config.num_blocks and config.max_model_len
-    assert config.max_num_seqs and config.max_num_batched_tokens
-    return SchedulerConfig(
-        num_blocks=config.num_blocks,
-        max_model_len=config.max_model_len,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_prefill_chunk=config.max_prefill_chunk,
-        prefix_caching=config.prefix_caching,
-    )

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from pagedjax.engine.disk_tier import DiskTier, FileIO, Written
-from pagedjax.engine.kv_pool import KVPool
-from pagedjax.engine.offload import BlockMover
+from pagedjax.config import EngineConfig
+from pagedjax.engine.disk_tier import DiskTier, Written
+from pagedjax.engine.fingerprint import weights_digest
+from pagedjax.engine.kv_pool import KVPool, KVSpec
+from pagedjax.engine.offload import BlockMover, LinkRates
+from pagedjax.engine.runner import ModelRunner
+from pagedjax.models.arch import ArchConfig
 from scheduler.prefix_index import key_digest
 from scheduler.scheduler import Scheduler, StepPlan
 from scheduler.tiers import Tiers
-from scheduler.transfers import FileDelete, FileRead, FileWrite, Transfers
+from scheduler.transfers import FileDelete, FileRead, FileWrite, SwapCost, Transfers
 
 _IDLE_WAIT_S = 0.005
 """How long an engine that has nothing else to do waits for the disk at a time."""
@@ -103,32 +108,88 @@ class LowerTiers:
         return pool
 
 
-def open_disk(
-    path: str | Path,
-    namespace: str,
-    *,
-    block_bytes: int,
-    num_host_blocks: int,
-    io: FileIO | None = None,
-) -> DiskTier:
-    """The disk of an engine; an eighth of the host's blocks may wait to be written.
+def open_lower_tiers(
+    config: EngineConfig,
+    arch: ArchConfig,
+    spec: KVSpec,
+    scheduler: Scheduler,
+    runner: ModelRunner,
+) -> LowerTiers | None:
+    """What `config` wants below the pool; None if that is nothing.
+
+    Compiles the copies and measures what the choice of a preemption goes by, unless `config`
+    says so; to be called after the warm-up of the steps.
+
+    Args:
+        config: resolved options.
+        arch: the model.
+        spec: of the pool.
+        scheduler: of the engine; it is told what a swap costs.
+        runner: of the engine.
 
     Raises:
-        ValueError: the directory can not be made.
+        ValueError: the host or the disk can not hold a block, or is not there.
     """
-    return DiskTier(
-        Path(path),
-        namespace,
-        block_bytes=block_bytes,
-        max_pending=max(8, num_host_blocks // 8),
-        io=io,
-    )
+    tiers = scheduler.blocks.tiers
+    if tiers is None:
+        if config.host_cache_bytes:
+            raise ValueError(
+                f"host_cache_bytes is {config.host_cache_bytes}, one block has {spec.block_bytes}"
+            )
+        return None
+    mover = BlockMover(runner.abstract_pool, tiers.num_host_blocks)
+    if config.warm_up:
+        mover.warm_up()
+    if config.preemption == "auto":
+        scheduler.swap_cost = _swap_cost(config, mover, runner)
+
+    def namespace() -> str:
+        return kv_namespace(arch, spec, runner)
+
+    disk = None
+    if config.disk_cache_path is not None:
+        if not scheduler.config.num_disk_blocks:
+            raise ValueError(
+                f"disk_cache_bytes is {config.disk_cache_bytes}, one block has {spec.block_bytes}"
+            )
+        disk = DiskTier(
+            Path(config.disk_cache_path),
+            namespace(),
+            block_bytes=spec.block_bytes,
+            max_pending=max(8, tiers.num_host_blocks // 8),  # they keep as much memory in use
+        )
+    return LowerTiers(tiers, mover, disk, namespace)
 
 
-def content_namespace(*parts: bytes | str) -> str:
-    """Name of a directory for blocks that depend on all of `parts`: 32 hexadecimal digits."""
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        data = part.encode() if isinstance(part, str) else part
-        digest.update(len(data).to_bytes(8, "little") + data)
+def kv_namespace(arch: ArchConfig, spec: KVSpec, runner: ModelRunner) -> str:
+    """Name of what keys and values depend on besides their tokens: 32 hexadecimal digits.
+
+    That is the weights, how the model uses them, and how a block is stored.
+    """
+    block = dataclasses.replace(spec, num_blocks=0)
+    digest = hashlib.blake2b(f"{arch}; {block}; ".encode(), digest_size=16)
+    digest.update(weights_digest(runner.params))
+    for scales in runner.kv_scales or ():
+        digest.update(np.asarray(scales).tobytes())
     return digest.hexdigest()
+
+
+def _swap_cost(config: EngineConfig, mover: BlockMover, runner: ModelRunner) -> SwapCost:
+    """The rates that are given, the others measured."""
+    store_rate = load_rate = config.link_bytes_per_s
+    if store_rate is None or load_rate is None:
+        rates: list[LinkRates] = []
+
+        def measure(pool: KVPool) -> KVPool:
+            pool, measured = mover.measure(pool)
+            rates.append(measured)
+            return pool
+
+        runner.update_pool(measure)
+        store_rate, load_rate = rates[0].store_bytes_per_s, rates[0].load_bytes_per_s
+    return SwapCost(
+        block_bytes=mover.block_bytes,
+        store_bytes_per_s=store_rate,
+        load_bytes_per_s=load_rate,
+        prefill_tokens_per_s=config.prefill_tokens_per_s or runner.prefill_tokens_per_s(),
+    )

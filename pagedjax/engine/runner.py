@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class ModelRunner:
         kv_scales: of each layer, float32 `[2, kv_heads]`, for a compressed pool.
 
     Attributes:
+        abstract_pool: shapes, dtypes and shardings of the pool's arrays.
         compiles_after_warmup: steps that had to be compiled after `warm_up`; any is a defect.
     """
 
@@ -74,10 +76,10 @@ class ModelRunner:
         device = next(iter(self._params["embed.table"].devices()))
         self._platform: str = device.platform
         self._pool: KVPool = spec.create(device)
-        abstract_pool = jax.tree.map(
+        self.abstract_pool: Any = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self._pool
         )
-        self._copier = BlockCopier(abstract_pool, config.max_num_seqs)
+        self._copier = BlockCopier(self.abstract_pool, config.max_num_seqs)
         self._device = device
         self._kv_scales: list[jax.Array] | None = None
         if kv_scales is not None:
@@ -90,6 +92,11 @@ class ModelRunner:
     def params(self) -> Params:
         """What the next step computes with."""
         return self._params
+
+    @property
+    def kv_scales(self) -> list[jax.Array] | None:
+        """What a compressed pool's keys and values are divided by, float32 `[2, kv_heads]` each."""
+        return self._kv_scales
 
     def layout(self, bucket: Bucket) -> StepLayout:
         """How a bucket's inputs are packed."""
@@ -193,6 +200,26 @@ class ModelRunner:
 
     def _abstract(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._drawn.sharding)
+
+    def update_pool(self, change: Callable[[KVPool], KVPool]) -> None:
+        """Replace the pool before the next step by what `change` makes of it.
+
+        Args:
+            change: gets the arrays, may consume them, and returns arrays of the same shapes.
+        """
+        self._pool = change(self._pool)
+
+    def prefill_tokens_per_s(self) -> float:
+        """Rate of the largest step there is, measured with padding: without its attention."""
+        bucket = self.buckets.mixed[-1]
+        layout = self.layout(bucket)
+        times: list[float] = []
+        for _ in range(3):
+            packed = layout.sealed(np.zeros(layout.size, np.int32))
+            start = time.perf_counter()
+            jax.block_until_ready(self.launch(bucket, packed, None))
+            times.append(time.perf_counter() - start)
+        return bucket.tokens / min(times)
 
     def copy_blocks(self, copies: np.ndarray) -> None:
         """Copy blocks of the pool on the device, before the step that is launched next.

@@ -1,0 +1,26 @@
+"""From the options of an engine to those of its scheduler: bytes become blocks."""
+
+from __future__ import annotations
+
+from pagedjax.config import EngineConfig
+from pagedjax.engine.disk_tier import file_bytes
+from pagedjax.engine.kv_pool import KVSpec
+from scheduler import SchedulerConfig
+
+
+def scheduler_config(config: EngineConfig, spec: KVSpec) -> SchedulerConfig:
+    """The scheduler's part of resolved options, for a pool whose blocks are as `spec` says."""
+    assert config.num_blocks and config.max_model_len
+    assert config.max_num_seqs and config.max_num_batched_tokens
+    return SchedulerConfig(
+        num_blocks=config.num_blocks,
+        max_model_len=config.max_model_len,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_prefill_chunk=config.max_prefill_chunk,
+        prefix_caching=config.prefix_caching,
+        num_host_blocks=config.host_cache_bytes // spec.block_bytes,
+        num_disk_blocks=config.disk_cache_bytes // file_bytes(spec.block_bytes, spec.block_size),
+        preemption=config.preemption,
+    )
