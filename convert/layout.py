@@ -4,7 +4,7 @@ params/                 Orbax tree {dotted name: array}
 arch.json               ArchConfig
 generation_config.json  GenerationDefaults
 tokenizer/              what transformers needs to load the tokenizer; absent if there is none
-kv_maxima.json          calibration of a compressed KV cache; absent until there is one
+kv_calibration.json     for a compressed KV cache; absent until it has been measured
 manifest.json           format and version, tensors, the source files with their hashes
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 FORMAT = "pagedjax-checkpoint"
 FORMAT_VERSION = 1
 MANIFEST, ARCH, GENERATION = "manifest.json", "arch.json", "generation_config.json"
-KV_MAXIMA = "kv_maxima.json"
+KV_CALIBRATION = "kv_calibration.json"
 PARAMS, TOKENIZER = "params", "tokenizer"
 
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from convert.checkpoint import Checkpoint, checked_dtype, is_hf_directory, open_checkpoint
-from convert.layout import KV_MAXIMA, MANIFEST, PARAMS, is_native
+from convert.layout import KV_CALIBRATION, MANIFEST, PARAMS, is_native
 from convert.native_reader import open_native
 from pagedjax.models import ArchConfig, GenerationDefaults
+from pagedjax.models.kv_calibration import KVCalibration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,15 +30,14 @@ class LoadedModel:
         generation: special ids and sampling defaults of the checkpoint.
         params: `{dotted name: array}` as `pagedjax.models.param_shapes(arch)` lists them.
         tokenizer_dir: directory that transformers loads the tokenizer from, or None.
-        kv_maxima: calibration of a compressed KV cache, float32 `[layers, 2, kv_heads]`, that the
-            checkpoint brings; see `pagedjax.engine.kv_scales`.
+        kv_calibration: for a compressed KV cache, if the checkpoint brings one.
     """
 
     arch: ArchConfig
     generation: GenerationDefaults
     params: dict[str, jax.Array]
     tokenizer_dir: Path | None
-    kv_maxima: np.ndarray | None = None
+    kv_calibration: KVCalibration | None = None
 
 
 def load_model(
@@ -70,7 +69,7 @@ def load_model(
             generation=native.generation,
             params=native.restore(dtype, lambda name: _sharding_of(name, sharding)),
             tokenizer_dir=native.tokenizer_dir,
-            kv_maxima=read_kv_maxima(path, native.arch),
+            kv_calibration=read_kv_calibration(path, native.arch),
         )
     return _convert_in_memory(_open_foreign(path), dtype, sharding)
 
@@ -87,29 +86,22 @@ def read_arch(path: str | Path) -> ArchConfig:
     return _open_foreign(path).arch
 
 
-def read_kv_maxima(path: Path, arch: ArchConfig) -> np.ndarray | None:
+def read_kv_calibration(path: Path, arch: ArchConfig) -> KVCalibration | None:
     """The calibration in a native checkpoint, or None if it has none.
 
     Raises:
-        ValueError: it does not fit the architecture.
+        ValueError: it is damaged or does not fit the architecture.
     """
-    file = path / KV_MAXIMA
+    file = path / KV_CALIBRATION
     if not file.is_file():
         return None
-    wanted = (arch.layers, 2, arch.kv_heads)
     try:
-        maxima = np.array(json.loads(file.read_bytes()), np.float32)
-    except (TypeError, ValueError) as error:
+        return KVCalibration.from_json(json.loads(file.read_bytes()), arch)
+    except ValueError as error:
         raise ValueError(f"{str(file)!r} is no calibration: {error}") from error
-    if maxima.shape != wanted or not np.isfinite(maxima).all() or maxima.min() < 0:
-        raise ValueError(
-            f"{str(file)!r}: wanted finite maxima of shape {wanted}, got shape {maxima.shape} "
-            f"with values {maxima.min(initial=0)} to {maxima.max(initial=0)}"
-        )
-    return maxima
 
 
-def write_kv_maxima(path: Path, maxima: np.ndarray) -> None:
+def write_kv_calibration(path: Path, calibration: KVCalibration) -> None:
     """Keep a calibration in a native checkpoint, in place of an earlier one.
 
     Raises:
@@ -117,9 +109,9 @@ def write_kv_maxima(path: Path, maxima: np.ndarray) -> None:
     """
     if not is_native(path):
         raise ValueError(f"a calibration is kept in a native checkpoint, got {str(path)!r}")
-    draft = path / f"{KV_MAXIMA}.{os.getpid()}"
-    draft.write_text(json.dumps(maxima.tolist()))
-    draft.replace(path / KV_MAXIMA)
+    draft = path / f"{KV_CALIBRATION}.{os.getpid()}"
+    draft.write_text(json.dumps(calibration.to_json()))
+    draft.replace(path / KV_CALIBRATION)
 
 
 def _open_foreign(path: Path) -> Checkpoint:

@@ -33,9 +33,9 @@ def calibrate(
     Example: `pagedjax calibrate ./llama-1b --file texts.txt`
     """
     chosen = read_prompts(texts or [], file)
-    from pagedjax.engine.kv_scales import kv_maxima
+    from pagedjax.engine.kv_scales import calibrate as measure
     from pagedjax.frontend import of_one_dtype, weights_dtype
-    from pagedjax.loading import load_model, write_kv_maxima
+    from pagedjax.loading import load_model, write_kv_calibration
     from pagedjax.tokenizer import Tokenizer
 
     loaded = of_one_dtype(load_model(model, dtype=weights_dtype(dtype)))
@@ -43,10 +43,11 @@ def calibrate(
         raise ValueError(f"{model!r} has no tokenizer to read the texts with")
     tokenizer = Tokenizer(loaded.tokenizer_dir)
     sequences = [tokenizer.encode(text) for text in chosen]
-    maxima = kv_maxima(loaded.arch, loaded.params, sequences)
-    write_kv_maxima(Path(model), maxima)
-    keys, values = maxima[:, 0].max(), maxima[:, 1].max()
+    arch = loaded.arch
+    measured = measure(arch, loaded.params, sequences, max_len=arch.max_positions)
+    write_kv_calibration(Path(model), measured)
+    keys, values = measured.maxima[:, 0].max(), measured.maxima[:, 1].max()
     typer.echo(
-        f"{model}: {sum(map(len, sequences)):,} tokens, largest key {keys:.4g}, "
+        f"{model}: {sum(map(len, sequences)):,} tokens, largest key {keys:.4g} from the mean, "
         f"largest value {values:.4g}"
     )

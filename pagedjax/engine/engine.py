@@ -17,7 +17,7 @@ from pagedjax.engine.beam_search import BeamSearch, num_candidates
 from pagedjax.engine.compilation_cache import enable_compilation_cache
 from pagedjax.engine.in_flight import Done, InFlight
 from pagedjax.engine.kv_pool import blocks_that_fit, kv_spec
-from pagedjax.engine.kv_scales import default_sequences, kv_maxima, scales_for
+from pagedjax.engine.kv_scales import calibrate, default_sequences, scales_for
 from pagedjax.engine.logprobs import HostSamples
 from pagedjax.engine.lower_tiers import open_lower_tiers
 from pagedjax.engine.request_checks import checked_request
@@ -80,10 +80,13 @@ class Engine:
         self._scheduler = Scheduler(scheduler_config(self.config, self.kv_spec))
         kv_scales = None
         if self.kv_spec.is_compressed:
-            maxima = model.kv_maxima
-            if maxima is None:
-                maxima = kv_maxima(arch, model.params, default_sequences(arch.vocab, tokenizer))
-            kv_scales = scales_for(maxima, self.kv_spec.dtype)
+            measured = model.kv_calibration or calibrate(
+                arch,
+                model.params,
+                default_sequences(arch.vocab, tokenizer),
+                max_len=self.max_model_len,
+            )
+            kv_scales = scales_for(measured, self.kv_spec.dtype)
         self._runner = ModelRunner(
             arch,
             model.params,
@@ -285,8 +288,9 @@ class Engine:
             )
         if self._live:
             raise ValueError(f"calibration needs an idle engine, got {len(self._live)} requests")
-        maxima = kv_maxima(self.arch, self._runner.params, sequences)
-        self._runner.set_kv_scales(scales_for(maxima, self.kv_spec.dtype))
+        params = self._runner.params
+        measured = calibrate(self.arch, params, sequences, max_len=self.max_model_len)
+        self._runner.set_kv_scales(scales_for(measured, self.kv_spec.dtype))
         self._scheduler.reset_prefix_cache()
 
     def stats(self) -> EngineStats:

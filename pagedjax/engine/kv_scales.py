@@ -1,15 +1,18 @@
-"""Scales of a compressed KV pool, from the largest keys and values that a model makes.
+"""Scales of a compressed KV pool, from the keys and values that a model makes.
 
-A pool of fp8 or int8 stores `k / scale` and `v / scale`, with one scale per layer, for keys and
-for values, and per key/value head. The scales come from a calibration: token sequences go through
-the plain forward, and the largest magnitude of each head maps to the largest number of the dtype.
-What exceeds it later is clamped (`pallas_kernels.quantize_kv`), so it is never NaN.
+A pool of fp8 or int8 stores `(k - mean) / scale` and `v / scale`, with one scale per layer, for
+keys and for values, and per key/value head, and a mean key per layer and head. What all keys of a
+head have in common adds the same number to all scores of a query, which the softmax does not see;
+without it the rest rounds better (Zhang et al., arXiv:2410.02367). Means and scales come from a
+calibration: token sequences go through the plain forward, and the largest magnitude of each head
+maps to the largest number of the dtype. What exceeds it later is clamped
+(`pallas_kernels.quantize_kv`), so it is never NaN.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -19,12 +22,16 @@ from jaxtyping import Array, Float, Int
 
 from pagedjax.layers.attention import WithinSequence
 from pagedjax.models.arch import ArchConfig
+from pagedjax.models.kv_calibration import KVCalibration
 from pagedjax.models.params import Params, decoder_from_params
 from pagedjax.tokenizer import Tokenizer
 
-# Longer sequences are calibrated in pieces: memory is quadratic in the length, and a rotation by
-# a larger position changes no key's norm.
+# Longer sequences are calibrated in pieces, since memory is quadratic in the length.
 PIECE_TOKENS = 512
+
+# Where in the context each piece is put, in turn: the rotation takes part of a mean away at once,
+# another part only far on, and the mean must suit all positions.
+_PLACES = (0.0, 1 / 64, 1 / 8, 1 / 2)
 
 # Room above the calibrated maximum. A float has as many digits at half its range, so a factor of
 # 2 costs fp8 nothing; an integer would lose a bit.
@@ -56,19 +63,40 @@ Le train part à huit heures. Der Zug fährt um acht Uhr ab. El tren sale a las 
 """
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVScales:
+    """How one layer's keys and values are stored.
+
+    Attributes:
+        key_mean: subtracted from every key, float32.
+        scales: what keys less their mean (0) and values (1) are divided by, float32.
+    """
+
+    key_mean: Float[Array, "kv_heads head_dim"]
+    scales: Float[Array, "2 kv_heads"]
+
+
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["num_tokens", "maxima"], meta_fields=[]
+    jax.tree_util.register_dataclass,
+    data_fields=["num_tokens", "key_mean", "key_sum", "maxima"],
+    meta_fields=[],
 )
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedSequence:
-    """The plain forward's memory, which also keeps the largest magnitudes that it has seen.
+    """The plain forward's memory, which also keeps statistics of what it has seen.
 
     Attributes:
         num_tokens: how many of the rows are real; the others are padding at the end.
-        maxima: of keys at 0 and of values at 1, per head.
+        key_mean: subtracted from keys before their magnitudes are taken.
+        key_sum: of the keys at all positions but the first, where attention parks what it has no
+            use for and keys are unlike all others.
+        maxima: largest magnitudes of keys at 0 and of values at 1, per head.
     """
 
     num_tokens: Int[Array, ""]
+    key_mean: Float[Array, "kv_heads head_dim"]
+    key_sum: Float[Array, "kv_heads head_dim"]
     maxima: Float[Array, "2 kv_heads"]
 
     def attend(
@@ -76,55 +104,62 @@ class ObservedSequence:
     ) -> tuple[jax.Array, ObservedSequence]:
         """See `Memory.attend`."""
         mixed, _ = WithinSequence().attend(q, k, v, window=window)
-        sizes = jnp.abs(jnp.stack([k, v])).astype(jnp.float32)  # [2, tokens, kv_heads, head_dim]
+        keys, values = k.astype(jnp.float32), v.astype(jnp.float32)
+        row = jnp.arange(k.shape[0])[:, None, None]
+        real = row < self.num_tokens
+        sizes = jnp.abs(jnp.stack([keys - self.key_mean[None], values]))
         sizes = jnp.where(jnp.isfinite(sizes), sizes, jnp.inf)  # a reduction may overlook a NaN
-        real = jnp.arange(k.shape[0]) < self.num_tokens
-        maxima = jnp.max(jnp.where(real[None, :, None, None], sizes, 0.0), axis=(1, 3))
-        return mixed, ObservedSequence(self.num_tokens, jnp.maximum(self.maxima, maxima))
+        maxima = jnp.max(jnp.where(real[None], sizes, 0.0), axis=(1, 3))
+        seen = ObservedSequence(
+            num_tokens=self.num_tokens,
+            key_mean=self.key_mean,
+            key_sum=self.key_sum + jnp.sum(jnp.where(real & (row > 0), keys, 0.0), axis=0),
+            maxima=jnp.maximum(self.maxima, maxima),
+        )
+        return mixed, seen
 
 
-def kv_maxima(arch: ArchConfig, params: Params, sequences: Sequence[Sequence[int]]) -> np.ndarray:
-    """The largest magnitudes of keys (rotated, as they are cached) and of values.
+def calibrate(
+    arch: ArchConfig, params: Params, sequences: Sequence[Sequence[int]], *, max_len: int
+) -> KVCalibration:
+    """Means of keys and ranges of keys and values over some tokens.
 
     Args:
         arch: the model.
         params: its parameters.
         sequences: token ids to run through the plain forward, in pieces of `PIECE_TOKENS`.
-
-    Returns:
-        float32 `[layers, 2, kv_heads]`, keys at 0 and values at 1 of axis 1.
+        max_len: length of the contexts that will be served, in tokens.
 
     Raises:
-        ValueError: there is no token at all, or a magnitude is not finite.
+        ValueError: there is no token at all, or a number is not finite.
     """
-    maxima = jnp.zeros((arch.layers, 2, arch.kv_heads), jnp.float32)
-    observe = jax.jit(functools.partial(_observe, arch))
-    pieces = list(_pieces(sequences))
+    pieces = list(_pieces(sequences, max_len))
     if not pieces:
         raise ValueError(f"calibration needs at least one token, got {len(sequences)} empty texts")
-    for tokens, count in pieces:
-        maxima = observe(params, tokens, count, maxima)
-    found = np.asarray(maxima)
-    if not np.isfinite(found).all():
-        where = np.argwhere(~np.isfinite(found))[0].tolist()
+    observe = jax.jit(functools.partial(_observe, arch))
+    key_means = np.zeros((arch.layers, arch.kv_heads, arch.head_dim), np.float32)
+    # The ranges are those of what is left without the means, so that these come first.
+    key_sums, _ = _observe_all(observe, params, pieces, key_means)
+    inner = sum(int(count) - 1 for _, count, _ in pieces)
+    key_means = key_sums / np.float32(max(inner, 1))
+    _, maxima = _observe_all(observe, params, pieces, key_means)
+    if not np.isfinite(maxima).all():
+        where = np.argwhere(~np.isfinite(maxima))[0].tolist()
         raise ValueError(f"keys or values are not finite at [layer, key or value, head] {where}")
-    return found
+    return KVCalibration(key_means=key_means, maxima=maxima)
 
 
-def scales_for(maxima: np.ndarray, dtype: np.dtype) -> list[np.ndarray]:
-    """Scales with which `maxima` fit into `dtype`.
-
-    Args:
-        maxima: as from `kv_maxima`.
-        dtype: float8_e4m3fn or int8.
-
-    Returns:
-        float32 `[2, kv_heads]` for each layer, all positive.
-    """
+def scales_for(calibration: KVCalibration, dtype: np.dtype) -> list[KVScales]:
+    """How each layer's keys and values fit into `dtype`, float8_e4m3fn or int8."""
     largest = 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
-    scales = maxima.astype(np.float32) * np.float32(_HEADROOM[jnp.dtype(dtype)] / largest)
+    factor = np.float32(_HEADROOM[jnp.dtype(dtype)] / largest)
+    scales = calibration.maxima * factor
     # A head that has shown nothing but zeros is stored as it is.
-    return list(np.where(scales > np.finfo(np.float32).tiny, scales, np.float32(1.0)))
+    scales = np.where(scales > np.finfo(np.float32).tiny, scales, np.float32(1.0))
+    return [
+        KVScales(key_mean=jnp.asarray(key_mean), scales=jnp.asarray(layer))
+        for key_mean, layer in zip(calibration.key_means, scales, strict=True)
+    ]
 
 
 def default_sequences(vocab: int, tokenizer: Tokenizer | None) -> list[list[int]]:
@@ -141,21 +176,49 @@ def default_sequences(vocab: int, tokenizer: Tokenizer | None) -> list[list[int]
     return [tokenizer.encode(DEFAULT_TEXT)]
 
 
-def _pieces(sequences: Sequence[Sequence[int]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Padded pieces and their true lengths, int32."""
+def _pieces(
+    sequences: Sequence[Sequence[int]], max_len: int
+) -> Iterator[tuple[np.ndarray, np.int32, np.int32]]:
+    """Padded pieces, their true lengths and the positions of their first tokens, int32."""
     for sequence in sequences:
         tokens = np.asarray(sequence, np.int32)
         for start in range(0, len(tokens), PIECE_TOKENS):
             piece = tokens[start : start + PIECE_TOKENS]
             padded = np.pad(piece, (0, PIECE_TOKENS - len(piece)))
-            yield padded, np.asarray(len(piece), np.int32)
+            for place in _PLACES:
+                yield padded, np.int32(len(piece)), np.int32(place * max_len)
+
+
+def _observe_all(
+    observe: Callable[..., tuple[jax.Array, jax.Array]],
+    params: Params,
+    pieces: Sequence[tuple[np.ndarray, np.int32, np.int32]],
+    key_means: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sums of keys `[layers, kv_heads, head_dim]` and maxima `[layers, 2, kv_heads]`."""
+    layers, kv_heads, _ = key_means.shape
+    sums = jnp.zeros_like(key_means)
+    maxima = jnp.zeros((layers, 2, kv_heads), jnp.float32)
+    for tokens, count, start in pieces:
+        sums, maxima = observe(params, tokens, count, start, key_means, sums, maxima)
+    return np.asarray(sums), np.asarray(maxima)
 
 
 def _observe(
-    arch: ArchConfig, params: Params, tokens: jax.Array, count: jax.Array, maxima: jax.Array
-) -> jax.Array:
-    """`maxima` after one more piece."""
-    memories = [ObservedSequence(count, maxima[layer]) for layer in range(arch.layers)]
-    positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    arch: ArchConfig,
+    params: Params,
+    tokens: jax.Array,
+    count: jax.Array,
+    start: jax.Array,
+    key_means: jax.Array,
+    sums: jax.Array,
+    maxima: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """`sums` and `maxima` after one more piece."""
+    memories = [
+        ObservedSequence(num_tokens=count, key_mean=mean, key_sum=total, maxima=largest)
+        for mean, total, largest in zip(key_means, sums, maxima, strict=True)
+    ]
+    positions = start + jnp.arange(tokens.shape[0], dtype=jnp.int32)
     _, memories = decoder_from_params(arch, params).hidden(tokens, positions, memories)
-    return jnp.stack([memory.maxima for memory in memories])
+    return jnp.stack([m.key_sum for m in memories]), jnp.stack([m.maxima for m in memories])

@@ -17,6 +17,7 @@ from pagedjax.config import EngineConfig
 from pagedjax.engine.block_copies import BlockCopier
 from pagedjax.engine.buckets import Bucket, Buckets
 from pagedjax.engine.kv_pool import KVPool, KVSpec
+from pagedjax.engine.kv_scales import KVScales
 from pagedjax.engine.sampler import SampleOutputs
 from pagedjax.engine.step import redraw, run_step
 from pagedjax.engine.step_inputs import SamplingLayout, StepLayout
@@ -44,7 +45,7 @@ class ModelRunner:
         spec: shape of the KV pool, which is created here.
         config: resolved options.
         max_blocks_per_seq: columns of a block table.
-        kv_scales: of each layer, float32 `[2, kv_heads]`, for a compressed pool.
+        kv_scales: of each layer, for a compressed pool.
 
     Attributes:
         abstract_pool: shapes, dtypes and shardings of the pool's arrays.
@@ -59,7 +60,7 @@ class ModelRunner:
         config: EngineConfig,
         *,
         max_blocks_per_seq: int,
-        kv_scales: Sequence[np.ndarray] | None = None,
+        kv_scales: Sequence[KVScales] | None = None,
     ):
         assert config.max_num_seqs and config.max_num_batched_tokens and config.bucket_growth
         self._params = dict(params)
@@ -81,7 +82,7 @@ class ModelRunner:
         )
         self._copier = BlockCopier(self.abstract_pool, config.max_num_seqs)
         self._device = device
-        self._kv_scales: list[jax.Array] | None = None
+        self._kv_scales: list[KVScales] | None = None
         if kv_scales is not None:
             self.set_kv_scales(kv_scales)
         self._drawn = jnp.zeros((config.max_num_seqs,), jnp.int32, device=device)
@@ -114,10 +115,10 @@ class ModelRunner:
                 raise ValueError(f"{name}: got {new}, wanted {old}")
         self._params = dict(params)
 
-    def set_kv_scales(self, kv_scales: Sequence[np.ndarray]) -> None:
+    def set_kv_scales(self, kv_scales: Sequence[KVScales]) -> None:
         """Write and read a compressed pool with other scales; what it holds loses its meaning."""
         assert self._spec.is_compressed
-        self._kv_scales = [jax.device_put(scales, self._device) for scales in kv_scales]
+        self._kv_scales = jax.device_put(list(kv_scales), self._device)
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile every step there is, several at a time.
@@ -155,7 +156,7 @@ class ModelRunner:
             pool: KVPool,
             drawn: jax.Array,
             packed: jax.Array,
-            kv_scales: list[jax.Array] | None,
+            kv_scales: list[KVScales] | None,
         ):
             return run_step(
                 self._arch,

@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pagedjax.engine.kv_pool import KVPool
+from pagedjax.engine.kv_scales import KVScales
 from pagedjax.engine.sampler import SampleOutputs, sample
 from pagedjax.engine.step_inputs import SamplingArrays, StepInputs
 from pagedjax.models.arch import ArchConfig
@@ -27,7 +29,7 @@ class PagedMemory:
 
     Attributes:
         pool: keys and values of all sequences.
-        kv_scales: what a compressed pool's keys (0) and values (1) are divided by; else None.
+        kv_scales: how a compressed pool stores them; else None.
         slot_mapping: where the step's tokens go.
         block_tables: blocks of each sequence.
         seq_lens: positions of each sequence, the step's tokens included.
@@ -37,7 +39,7 @@ class PagedMemory:
     """
 
     pool: Float[Array, "blocks 2 kv_heads block_size head_dim"]
-    kv_scales: Float[Array, "2 kv_heads"] | None
+    kv_scales: KVScales | None
     slot_mapping: Int[Array, " tokens"]
     block_tables: Int[Array, "seqs max_blocks"]
     seq_lens: Int[Array, " seqs"]
@@ -49,7 +51,11 @@ class PagedMemory:
         self, q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None
     ) -> tuple[jax.Array, "PagedMemory"]:
         """Write the new keys and values into the pool, then attend through the block tables."""
-        how = {"kv_scales": self.kv_scales, "implementation": self.implementation}
+        how: dict[str, Any] = {"implementation": self.implementation}
+        if self.kv_scales is not None:
+            how["kv_scales"] = self.kv_scales.scales
+            k = k.astype(jnp.float32) - self.kv_scales.key_mean[None]
+            v = v.astype(jnp.float32)
         pool = write_kv(self.pool, k, v, self.slot_mapping, **how)
         where = (pool, self.block_tables, self.seq_lens)
         if self.decode:
@@ -67,7 +73,7 @@ def run_step(
     inputs: StepInputs,
     *,
     decode: bool,
-    kv_scales: Sequence[Float[Array, "2 kv_heads"]] | None = None,
+    kv_scales: Sequence[KVScales] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[KVPool, Int[Array, " max_seqs"], Float[Array, "seqs vocab"], SampleOutputs]:
     """Advance every sequence of the step by the tokens it has in it. Pure; jit it.

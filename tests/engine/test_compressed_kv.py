@@ -1,5 +1,6 @@
 """fp8 and int8 KV caches against a forward pass that rounds keys and values the same way."""
 
+import json
 from dataclasses import dataclass, replace
 
 import jax
@@ -12,13 +13,15 @@ from pagedjax.config import EngineConfig
 from pagedjax.engine.kv_pool import COMPRESSED_DTYPES, blocks_that_fit, kv_spec
 from pagedjax.engine.kv_scales import (
     PIECE_TOKENS,
+    KVScales,
+    calibrate,
     default_sequences,
-    kv_maxima,
     scales_for,
 )
 from pagedjax.layers.attention import WithinSequence
-from pagedjax.loading import read_kv_maxima, write_kv_maxima
-from pagedjax.models import decoder_from_params
+from pagedjax.loading import read_kv_calibration, write_kv_calibration
+from pagedjax.models import RopeConfig, decoder_from_params
+from pagedjax.models.kv_calibration import KVCalibration
 from pagedjax.sampling_params import SamplingParams
 from tests.support.tiny_engines import (
     plain_logits,
@@ -38,7 +41,7 @@ LARGEST = {"fp8": 448.0, "int8": 127.0}
 def rounded(x, scale, kv_cache_dtype):
     """`x` after storage, by numpy: `[tokens, kv_heads, head_dim]` with a scale per head."""
     bound = LARGEST[kv_cache_dtype]
-    scaled = np.clip(np.asarray(x) / scale[None, :, None], -bound, bound)
+    scaled = np.clip(x / scale[None, :, None], -bound, bound)
     if kv_cache_dtype == "fp8":
         scaled = scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
     return np.rint(scaled) * scale[None, :, None] if kv_cache_dtype == "int8" else (
@@ -50,12 +53,14 @@ def rounded(x, scale, kv_cache_dtype):
 class RoundedSequence:
     """The plain forward's memory, with keys and values rounded; runs without jit."""
 
-    scales: np.ndarray
+    layer: KVScales
     kv_cache_dtype: str
 
     def attend(self, q, k, v, *, window):
-        k = jnp.asarray(rounded(k, self.scales[0], self.kv_cache_dtype), jnp.float32)
-        v = jnp.asarray(rounded(v, self.scales[1], self.kv_cache_dtype), jnp.float32)
+        mean, (k_scale, v_scale) = np.asarray(self.layer.key_mean), np.asarray(self.layer.scales)
+        k = rounded(np.asarray(k) - mean, k_scale, self.kv_cache_dtype) + mean
+        v = rounded(np.asarray(v), v_scale, self.kv_cache_dtype)
+        k, v = jnp.asarray(k, jnp.float32), jnp.asarray(v, jnp.float32)
         return WithinSequence().attend(q, k, v, window=window)[0], self
 
 
@@ -75,14 +80,24 @@ def rounded_logprobs(model, tokens, kv_cache_dtype, scales):
     return np.asarray(logprobs)[np.arange(len(tokens) - 1), tokens[1:]]
 
 
+def calibration(maximum):
+    """A calibration of the tiny model that has seen nothing larger than `maximum`."""
+    arch = tiny_arch()
+    return KVCalibration(
+        key_means=np.zeros((arch.layers, arch.kv_heads, arch.head_dim), np.float32),
+        maxima=np.full((arch.layers, 2, arch.kv_heads), maximum, np.float32),
+    )
+
+
 def reported(output):
     entries = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
     return np.array([entry.logprob for entry in entries])
 
 
 def default_scales(model, kv_cache_dtype):
-    maxima = kv_maxima(model.arch, model.params, default_sequences(model.arch.vocab, None))
-    return scales_for(maxima, COMPRESSED_DTYPES[kv_cache_dtype])
+    sequences = default_sequences(model.arch.vocab, None)
+    found = calibrate(model.arch, model.params, sequences, max_len=model.arch.max_positions)
+    return scales_for(found, COMPRESSED_DTYPES[kv_cache_dtype])
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
@@ -96,12 +111,13 @@ def test_log_probabilities_are_those_of_rounded_keys_and_values(kv_cache_dtype, 
         tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
         wanted = rounded_logprobs(model, tokens, kv_cache_dtype, scales)
         # Float32 sums in another order may tip a value to the neighbouring fp8 or int8 number.
-        np.testing.assert_allclose(reported(output), wanted, atol=5e-3)
-        assert np.median(np.abs(reported(output) - wanted)) < 1e-5
+        np.testing.assert_allclose(reported(output), wanted, atol=3e-2)
         logprobs = jax.nn.log_softmax(plain_logits(model, tokens), axis=-1)
         plain = np.asarray(logprobs)[np.arange(len(tokens) - 1), tokens[1:]]
-        plain_differences.append(np.abs(reported(output) - plain).max())
-    assert 1e-4 < max(plain_differences) < 0.5  # it does round, and not by much
+        tipped, lost = np.abs(reported(output) - wanted), np.abs(reported(output) - plain)
+        assert tipped.mean() < 0.1 * lost.mean()
+        plain_differences.append(lost.max())
+    assert max(plain_differences) < 0.5
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
@@ -126,8 +142,9 @@ def test_a_compressed_pool_holds_twice_the_tokens_in_the_same_bytes(kv_cache_dty
 def test_values_beyond_the_calibrated_range_are_clamped_and_never_nan(kv_cache_dtype):
     """OF01: above 464, a plain cast to float8_e4m3fn gives NaN."""
     model = tiny_model()
-    maxima = np.full((model.arch.layers, 2, model.arch.kv_heads), 1e-4, np.float32)
-    engine = tiny_engine(replace(model, kv_maxima=maxima), kv_cache_dtype=kv_cache_dtype)
+    engine = tiny_engine(
+        replace(model, kv_calibration=calibration(1e-4)), kv_cache_dtype=kv_cache_dtype
+    )
     for output in serve(engine, random_prompts([3, 40]), SCORED):
         assert np.isfinite(reported(output)).all()
 
@@ -155,29 +172,62 @@ def test_calibration_follows_the_size_of_keys_and_values(kv_cache_dtype):
         assert np.corrcoef(reported(output), plain)[0, 1] > 0.99
 
 
-def test_maxima_are_those_of_every_real_token_and_of_no_padding():
+def test_a_calibration_sees_every_real_token_and_no_padding():
     model = tiny_model()
+    arch = model.arch
     short, long = random_prompts([5, PIECE_TOKENS + 7])
-    both = kv_maxima(model.arch, model.params, [short, long])
-    parts = [short, long[:PIECE_TOKENS], long[PIECE_TOKENS:]]
-    each = [kv_maxima(model.arch, model.params, [part]) for part in parts]
-    np.testing.assert_array_equal(both, np.max(each, axis=0))
+    found = calibrate(arch, model.params, [short, long], max_len=256)
     # The first layer's values are a product of the normalised embedding, without attention.
-    x = np.asarray(model.params["embed.table"])[short]
+    x = np.asarray(model.params["embed.table"])
     norm = np.asarray(model.params["layers.0.attention_norm.scale"])
-    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + model.arch.norm_eps) * norm
-    v = np.einsum("te,kde->tkd", x, np.asarray(model.params["layers.0.attention.qkv"])[:, -1])
-    np.testing.assert_allclose(each[0][0, 1], np.abs(v).max((0, 2)), rtol=1e-5)
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + arch.norm_eps) * norm
+    qkv = np.asarray(model.params["layers.0.attention.qkv"])
+    v = np.einsum("te,kde->tkd", x, qkv[:, -1])
+    np.testing.assert_allclose(found.maxima[0, 1], np.abs(v[short + long]).max((0, 2)), rtol=1e-5)
+    # Its keys likewise, rotated: here by complex numbers, at the four places of the context.
+    half = arch.head_dim // 2
+    k = np.einsum("te,kde->tkd", x, qkv[:, arch.group])
+    k = k[..., :half] + 1j * k[..., half:]
+    keys = []
+    for piece in (short, long[:PIECE_TOKENS], long[PIECE_TOKENS:]):
+        for start in (0, 4, 32, 128):
+            angle = (start + np.arange(len(piece)))[:, None] * 1e4 ** -(np.arange(half) / half)
+            turned = k[piece] * np.exp(1j * angle)[:, None]
+            keys.append(np.concatenate([turned.real, turned.imag], axis=-1))
+    mean = np.concatenate([part[1:] for part in keys]).mean(0)
+    np.testing.assert_allclose(found.key_means[0], mean, atol=1e-4)
+    largest = np.abs(np.concatenate(keys) - mean).max((0, 2))
+    np.testing.assert_allclose(found.maxima[0, 0], largest, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+def test_what_all_keys_have_in_common_costs_no_precision(kv_cache_dtype):
+    """A bias of fifty on the keys' slowest dimensions, as some model families have it."""
+    model = tiny_model(qkv_bias=True, rope=RopeConfig(theta=1e8))
+    params = dict(model.params)
+    for layer in range(model.arch.layers):
+        name = f"layers.{layer}.attention.qkv_bias"
+        params[name] = params[name].at[:, model.arch.group, 3::4].set(50.0)
+    biased = replace(model, params=params)
+    errors = []
+    for one in (model, biased):
+        engine = tiny_engine(one, kv_cache_dtype=kv_cache_dtype)
+        (output,) = serve(engine, random_prompts([60]), SCORED)
+        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        logprobs = np.asarray(jax.nn.log_softmax(plain_logits(one, tokens), axis=-1))
+        plain = logprobs[np.arange(len(tokens) - 1), tokens[1:]]
+        errors.append(np.abs(reported(output) - plain).mean())
+    assert errors[1] < 4 * errors[0] + 1e-3
 
 
 def test_calibration_without_a_token_or_with_numbers_that_are_not_finite_is_refused():
     model = tiny_model()
     with pytest.raises(ValueError, match="at least one token"):
-        kv_maxima(model.arch, model.params, [[], []])
+        calibrate(model.arch, model.params, [[], []], max_len=256)
     broken = dict(model.params)
     broken["embed.table"] = broken["embed.table"].at[3].set(jnp.nan)
     with pytest.raises(ValueError, match="not finite at"):
-        kv_maxima(model.arch, broken, [[1, 3]])
+        calibrate(model.arch, broken, [[1, 3]], max_len=256)
 
 
 def test_a_new_calibration_empties_the_cache_and_compiles_nothing():
@@ -211,22 +261,34 @@ def test_a_checkpoint_keeps_its_calibration(tmp_path):
     arch = tiny_arch()
     (tmp_path / "params").mkdir()
     with pytest.raises(ValueError, match="native checkpoint"):
-        write_kv_maxima(tmp_path, np.ones((2, 2, 2), np.float32))
+        write_kv_calibration(tmp_path, calibration(1.0))
     (tmp_path / "manifest.json").write_text("{}")
-    assert read_kv_maxima(tmp_path, arch) is None
-    maxima = np.random.default_rng(0).random((2, 2, 2), np.float32)
-    write_kv_maxima(tmp_path, maxima)
-    np.testing.assert_array_equal(read_kv_maxima(tmp_path, arch), maxima)
+    assert read_kv_calibration(tmp_path, arch) is None
+    rng = np.random.default_rng(0)
+    written = KVCalibration(
+        key_means=rng.normal(size=(2, 2, 8)).astype(np.float32),
+        maxima=rng.random((2, 2, 2), np.float32),
+    )
+    write_kv_calibration(tmp_path, written)
+    read = read_kv_calibration(tmp_path, arch)
+    np.testing.assert_array_equal(read.maxima, written.maxima)
+    np.testing.assert_array_equal(read.key_means, written.key_means)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "kv_maxima.json", "manifest.json", "params"
+        "kv_calibration.json", "manifest.json", "params"
     ]  # fmt: skip
 
 
+def damaged(**changes):
+    return json.dumps({**calibration(1.0).to_json(), **changes})
+
+
 @pytest.mark.parametrize(
-    "text", ["", "{", "[1, 2]", '"a"', "{}", "[[[1, 2], [1]]]", "[[[1,2],[1,NaN]],[[1,2],[1,2]]]",
-             "[[[1,2],[1,-1]],[[1,2],[1,2]]]", "[]"],
+    "text",
+    ["", "{", "[1, 2]", '"a"', "{}", damaged(maxima=[[[1, 2], [1]]]), damaged(key_means=[1]),
+     damaged(maxima=[[[1, 2], [1, float("nan")]]] * 2), damaged(maxima=[[[1, 2], [1, -1]]] * 2),
+     damaged(other=1), damaged(maxima="a")],
 )  # fmt: skip
 def test_a_damaged_calibration_is_refused_by_name(tmp_path, text):
-    (tmp_path / "kv_maxima.json").write_text(text)
-    with pytest.raises(ValueError, match=r"kv_maxima\.json"):
-        read_kv_maxima(tmp_path, tiny_arch())
+    (tmp_path / "kv_calibration.json").write_text(text)
+    with pytest.raises(ValueError, match=r"kv_calibration\.json"):
+        read_kv_calibration(tmp_path, tiny_arch())

@@ -14,7 +14,7 @@ from pagedjax.cli.jsonl import json_line
 from pagedjax.cli.terminal import LiveAnswers, OrderedAnswers
 from pagedjax.config import EngineConfig
 from pagedjax.engine.kv_pool import step_activation_bytes
-from pagedjax.engine.kv_scales import kv_maxima, scales_for
+from pagedjax.engine.kv_scales import calibrate, scales_for
 from pagedjax.llm import LLM
 from pagedjax.loading import load_model, read_arch
 from pagedjax.outputs import CompletionOutput, RequestOutput, Timings, TokenLogprobs
@@ -300,20 +300,22 @@ def test_a_calibration_stays_in_the_checkpoint_and_is_used(tiny_native, tiny_hf,
     loaded = load_model(copy, dtype="float32")
     tokenizer = Tokenizer(loaded.tokenizer_dir)
     sequences = [tokenizer.encode(text) for text in texts]
-    wanted = kv_maxima(loaded.arch, loaded.params, sequences)
-    np.testing.assert_array_equal(loaded.kv_maxima, wanted)
+    arch = loaded.arch
+    wanted = calibrate(arch, loaded.params, sequences, max_len=arch.max_positions)
+    np.testing.assert_array_equal(loaded.kv_calibration.maxima, wanted.maxima)
+    np.testing.assert_array_equal(loaded.kv_calibration.key_means, wanted.key_means)
     options = dict(max_num_seqs=2, num_blocks=8, warm_up=False, progress=False)
     llm = LLM(copy, kv_cache_dtype="int8", **options)
     kept = llm.engine._runner._kv_scales
-    assert [scales.tolist() for scales in kept] == [
-        scales.tolist() for scales in scales_for(wanted, np.dtype(np.int8))
-    ]
+    for got, want in zip(kept, scales_for(wanted, np.dtype(np.int8)), strict=True):
+        np.testing.assert_array_equal(got.scales, want.scales)
+        np.testing.assert_array_equal(got.key_mean, want.key_mean)
     llm.calibrate_kv([*texts, "!"])
-    other = kv_maxima(loaded.arch, loaded.params, [*sequences, tokenizer.encode("!")])
-    np.testing.assert_array_equal(kept[0], scales_for(wanted, np.dtype(np.int8))[0])
-    np.testing.assert_array_equal(
-        llm.engine._runner._kv_scales[0], scales_for(other, np.dtype(np.int8))[0]
-    )
+    sequences.append(tokenizer.encode("!"))
+    other = calibrate(arch, loaded.params, sequences, max_len=llm.engine.max_model_len)
+    replaced = llm.engine._runner._kv_scales[0]
+    assert (replaced.scales == scales_for(other, np.dtype(np.int8))[0].scales).all()
+    assert (replaced.scales != kept[0].scales).any()
     refused = pagedjax("calibrate", str(tiny_hf), *texts)
     assert (refused.exit_code, "native checkpoint" in refused.stderr) == (2, True)
 
