@@ -140,7 +140,8 @@ def bench_decode(args: argparse.Namespace) -> None:
     for _, group in itertools.groupby(selected_cases(args), key=lambda c: c.pool_key):
         cases = list(group)
         blocks = 2 + max(max(c.blocks for c in cases), (1 << 30) // cases[0].block_bytes)
-        pool = random_pool(blocks, *cases[0].pool_key)
+        kv_heads, head_dim, block_size, kv_dtype = cases[0].pool_key
+        pool = random_pool(blocks, kv_heads, block_size, head_dim, kv_dtype)
         for case in cases:
             work = Workload.of(case, blocks, args.rows)
             table += time_case(work, pool, backends, ceiling, args)
