@@ -30,6 +30,10 @@ class BlockManager:
     offer it; otherwise it gets a copy first, which the next plan carries out (`take_copies`). So
     of several owners all but the last to write copy.
 
+    Where every layer has an attention window, blocks that no later token sees are given up. Their
+    places in the table name the first block that is left: kernels may read it there and have to
+    mask it, as they mask the rest of a tile, and what they read is the sequence's own and finite.
+
     With host memory below the pool, the longest prefix is looked for there too, and blocks that
     were found there are loaded before the plan's step.
 
@@ -53,6 +57,8 @@ class BlockManager:
             )
         self._block_size = config.block_size
         self._caching = config.prefix_caching
+        # At least one block that is full of written tokens is left.
+        self._window = config.window and max(config.window, config.block_size + 1)
         self._tables = np.zeros((config.max_num_seqs, config.max_blocks_per_seq), np.int32)
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._copies: dict[int, int] = {}  # sources by destination
@@ -125,7 +131,8 @@ class BlockManager:
         """
         if not self.is_current(source) or source.row == NO_ROW:
             return 0
-        return min(source.num_written, self.num_shareable_at_most(seq))
+        shareable = min(source.num_written, self.num_shareable_at_most(seq))
+        return shareable if source.num_passed <= self._passed_at(shareable) else 0
 
     def num_shareable_at_most(self, seq: Sequence) -> int:
         """The same, of a sibling that has written everything."""
@@ -138,7 +145,7 @@ class BlockManager:
 
     def share(self, source: Sequence) -> list[int]:
         """Become one more owner of all the blocks of a sequence, to `fork` it."""
-        self.pool.share(source.blocks)
+        self.pool.share(source.blocks[source.num_passed :])
         return list(source.blocks)
 
     def fork(self, seq: Sequence, source: Sequence, blocks: list[int]) -> bool:
@@ -153,13 +160,15 @@ class BlockManager:
             Whether `seq` has the blocks now; if no row was left, nobody has.
         """
         if seq.row == NO_ROW and not self._free_rows:
-            self.pool.release(reversed(blocks))
+            self.pool.release(reversed(blocks[source.num_passed :]))
             return False
         if seq.row == NO_ROW:
             seq.row = self._free_rows.pop()
         else:
             self._clear(seq)
         self._append(seq, blocks)
+        seq.num_passed = source.num_passed
+        self._hide_passed(seq)
         seq.num_computed = seq.num_written = source.num_computed
         seq.epoch = source.epoch
         seq.tail_shared = source.tail_shared = True
@@ -218,6 +227,25 @@ class BlockManager:
         blocks = seq.blocks[seq.num_indexed : full]
         seq.parent = self.pool.index.add(blocks, seq.parent, tokens, seq.salt)
         seq.num_indexed = full
+
+    def give_up_passed(self, seq: Sequence) -> None:
+        """Give up the blocks that no token of a sequence sees which is still to be computed."""
+        passed = self._passed_at(seq.num_computed)
+        if seq.parent is not None:  # what is to be found by others has to be indexed first
+            passed = min(passed, seq.num_indexed)
+        if passed <= seq.num_passed or seq.row == NO_ROW:
+            return
+        gone = slice(seq.num_passed, passed)
+        self.pool.release(reversed(seq.blocks[gone]))
+        seq.blocks[gone] = [NULL_BLOCK] * (passed - seq.num_passed)
+        seq.num_passed = passed
+        self._hide_passed(seq)
+
+    def _passed_at(self, position: int) -> int:
+        """How many of its first blocks a sequence needs no more for tokens from `position` on."""
+        if self._window is None:
+            return 0
+        return max(position - self._window + 1, 0) // self._block_size
 
     def swap_out(self, seq: Sequence) -> bool:
         """Keep what a sequence has computed in host memory, and take all its blocks and its row.
@@ -377,7 +405,15 @@ class BlockManager:
             elif isinstance(part, int):
                 blocks.append(part)
         self._append(seq, [*blocks, *new])
+        while seq.num_passed < len(blocks) and blocks[seq.num_passed] == NULL_BLOCK:
+            seq.num_passed += 1
+        self._hide_passed(seq)
         return True
+
+    def _hide_passed(self, seq: Sequence) -> None:
+        """Name the first block that a sequence still has in the places of those given up."""
+        if seq.num_passed:
+            self._tables[seq.row, : seq.num_passed] = seq.blocks[seq.num_passed]
 
     def _continue_chain(self, seq: Sequence, source: Sequence) -> None:
         """Let `seq` index its blocks from where `source`, with which it shares them, stands."""
@@ -402,9 +438,10 @@ class BlockManager:
 
     def _clear(self, seq: Sequence) -> None:
         """Give up all blocks of a sequence, the last one to be evicted first."""
-        self.pool.release(reversed(seq.blocks))
+        self.pool.release(reversed(seq.blocks[seq.num_passed :]))
         self._tables[seq.row, : len(seq.blocks)] = 0
         seq.blocks = []
+        seq.num_passed = 0
         seq.capacity = 0
         seq.tail_shared = False
 

@@ -22,6 +22,8 @@ class SchedulerConfig:
         max_prefill_chunk: most tokens of one sequence in one step; None for no limit but the
             step's. Smaller chunks let the decodes of a mixed step finish sooner.
         prefix_caching: whether the keys and values of a prefix seen before are used again.
+        window: how many latest positions a token sees, itself included, in every layer of the
+            model; sequences give up blocks that have left it. None if a layer sees all.
         num_host_blocks: blocks of host memory that hold what leaves the pool; 0 for none.
         num_disk_blocks: most blocks on a disk, which holds what leaves host memory; 0 for none.
         preemption: how a sequence that has lost its blocks comes back: "recompute" its tokens,
@@ -39,6 +41,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 8192
     max_prefill_chunk: int | None = None
     prefix_caching: bool = True
+    window: int | None = None
     num_host_blocks: int = 0
     num_disk_blocks: int = 0
     preemption: str = "auto"
@@ -69,6 +72,8 @@ class SchedulerConfig:
             )
         if self.preemption not in PREEMPTION:
             raise ValueError(f"preemption must be one of {PREEMPTION}, got {self.preemption!r}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window must be at least 1, got {self.window}")
         if self.max_prefill_chunk is not None and self.max_prefill_chunk < 1:
             raise ValueError(f"max_prefill_chunk must be at least 1, got {self.max_prefill_chunk}")
 

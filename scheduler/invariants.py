@@ -45,7 +45,7 @@ def check_pool(pool: BlockPool, seqs: list[Sequence]) -> None:
         AssertionError: it is not.
     """
     free = pool.free_blocks()
-    owners = Counter(block for seq in seqs for block in seq.blocks)
+    owners = Counter(block for seq in seqs for block in seq.blocks[seq.num_passed :])
     assert NULL_BLOCK not in owners and NULL_BLOCK not in free, "the null block is in use"
     assert len(free) == len(set(free)) == pool.num_free, "a block is free twice"
     assert pool.num_used + pool.num_free == pool.num_blocks - 1, "blocks leaked"
@@ -64,10 +64,19 @@ def _check_tables(scheduler: Scheduler, seqs: list[Sequence]) -> None:
     for seq in seqs:
         assert (seq.row != NO_ROW) == (seq.status is Status.RUNNING)
         assert seq.capacity == len(seq.blocks) * config.block_size
-        assert len(seq.blocks) == len(set(seq.blocks)), "a block is twice in one table"
+        own = seq.blocks[seq.num_passed :]
+        assert len(own) == len(set(own)), "a block is twice in one table"
+        assert not any(seq.blocks[: seq.num_passed]), "a block that was passed is still listed"
+        if seq.num_passed:
+            last_seen = seq.num_computed - (config.window or seq.num_computed) + 1
+            assert seq.num_passed * config.block_size <= last_seen, "a block was passed too early"
         if seq.row != NO_ROW:
             table = scheduler.blocks.table(seq)
-            assert np.array_equal(table[: len(seq.blocks)], seq.blocks)
+            assert np.array_equal(table[seq.num_passed : len(seq.blocks)], own)
+            if seq.num_passed:
+                assert (table[: seq.num_passed] == own[0]).all(), "a block of others is named"
+                full = (seq.num_passed + 1) * config.block_size
+                assert full <= seq.num_computed, "a block is named that is not full"
             assert not table[len(seq.blocks) :].any(), "stale blocks behind the end of a table"
 
 

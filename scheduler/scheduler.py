@@ -228,6 +228,8 @@ class Scheduler:
             elif planned.sample_row >= 0:
                 updates.append(self._take_in(seq, tokens[planned.sample_row]))
             self.blocks.index_full_blocks(seq)
+            if self.config.window is not None:
+                self.blocks.give_up_passed(seq)
         return updates
 
     def choose_beams(self, choices: Iterable[BeamChoice]) -> None:

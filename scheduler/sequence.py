@@ -58,6 +58,8 @@ class Sequence:
             length if nobody asked for prompt logprobs.
         status: where it stands.
         blocks: its KV blocks in order.
+        num_passed: how many of the first ones have left the attention window and are not its own
+            any more; the null block stands in their place here.
         capacity: tokens that these blocks hold.
         row: its row of the block table.
         tail_shared: whether the block that it writes to next may have other owners.
@@ -87,6 +89,7 @@ class Sequence:
         "num_computed",
         "num_indexed",
         "num_known",
+        "num_passed",
         "num_pending",
         "num_written",
         "outputs",
@@ -119,6 +122,7 @@ class Sequence:
         self.score_from = 0 if request.prompt_logprobs else len(prompt)
         self.status = Status.WAITING
         self.blocks: list[int] = []
+        self.num_passed = 0
         self.capacity = 0
         self.row = NO_ROW
         self.tail_shared = False

@@ -35,7 +35,10 @@ def is_to_wait(seq: Sequence, blocks: BlockManager) -> bool:
     source = source_of(seq, blocks)
     have = 0 if source is None else blocks.num_shareable(seq, source)
     return have < blocks.num_shareable_at_most(seq) and any(
-        other.status is Status.RUNNING and not other.held and blocks.is_current(other)
+        other.status is Status.RUNNING
+        and not other.held
+        and blocks.is_current(other)
+        and other.num_written < blocks.num_shareable_at_most(seq)
         for other in seq.siblings
     )
 

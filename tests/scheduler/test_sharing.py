@@ -199,6 +199,7 @@ def test_choices_that_make_no_sense_change_nothing():
     ),
     abort=st.integers(0, 20),
     reset=st.booleans(),
+    window=st.one_of(st.none(), st.integers(1, 100)),
 )
 def test_random_groups_give_everybody_their_own_tokens(
     pipelined: bool,
@@ -209,6 +210,7 @@ def test_random_groups_give_everybody_their_own_tokens(
     groups: list[tuple[bool, int, int, int, int]],
     abort: int,
     reset: bool,
+    window: int | None,
 ):
     driver = Driver(
         SchedulerConfig(
@@ -217,6 +219,7 @@ def test_random_groups_give_everybody_their_own_tokens(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             prefix_caching=caching,
+            window=window,
         ),
         pipelined,
     )

@@ -70,13 +70,15 @@ def samples(name: str, count: int, prompt: int | Sequence[int], *args: int) -> l
     return [request(first, prompt, *args), *others]
 
 
-def expected_tokens(request: Request, max_seq_len: int) -> tuple[list[int], FinishReason]:
+def expected_tokens(
+    request: Request, max_seq_len: int, window: int | None = None
+) -> tuple[list[int], FinishReason]:
     """Output and end of a request served alone by a machine without limits but `max_seq_len`."""
     tokens = list(request.prompt_token_ids)
     outputs: list[int] = []
     rules = request.stop
     while True:
-        token = next_token(np.array(tokens), request.request_id)
+        token = next_token(np.array(tokens[-(window or 0) :]), request.request_id)
         tokens.append(token)
         outputs.append(token)
         if token in rules.stop_token_ids and len(outputs) > rules.min_tokens:
@@ -123,6 +125,7 @@ class HashModel:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._block_size = config.block_size
+        self._window = config.window or config.max_model_len
         slots = config.num_blocks * config.block_size
         self._tokens = np.full(slots, -1, np.int64)
         self._positions = np.full(slots, -1, np.int64)
@@ -169,7 +172,8 @@ class HashModel:
     def _read(self, plan: StepPlan, row: int) -> list[int]:
         planned = plan.seqs[row]
         end = planned.start + planned.num_tokens
-        positions = np.arange(end)
+        first = max(planned.start - self._window + 1, 0)
+        positions = np.arange(first, end)
         table = plan.block_tables[row]
         slots = table[positions // self._block_size] * self._block_size
         slots += (positions % self._block_size).astype(np.int32)
@@ -178,7 +182,7 @@ class HashModel:
         )
         context = self._tokens[slots]
         return [
-            next_token(context[: end - back], planned.request_id)
+            next_token(context[: end - first - back][-self._window :], planned.request_id)
             for back in range(planned.num_samples - 1, -1, -1)
         ]
 
@@ -306,7 +310,8 @@ class Driver:
         search, name = self.searches[update.request_id], update.request_id
         prompt = self.requests[update.seq_id].prompt_token_ids
         assert not update.new_token_ids and update.finish_reason is None
-        assert token == next_token(np.array([*prompt, *(search.tokens[name] or ())]), name)
+        tokens = np.array([*prompt, *(search.tokens[name] or ())])
+        assert token == next_token(tokens[-(self.config.window or 0) :], name)
         search.reported.add(name)
 
     def _choose(self, search: BeamSearch) -> None:
@@ -329,7 +334,9 @@ class Driver:
         for seq_id, reason in self.ends.items():
             if self.requests[seq_id].beam:
                 continue  # checked at every step
-            tokens, alone = expected_tokens(self.requests[seq_id], self.scheduler.max_seq_len)
+            tokens, alone = expected_tokens(
+                self.requests[seq_id], self.scheduler.max_seq_len, self.config.window
+            )
             got = self.outputs[seq_id]
             if reason is FinishReason.ABORT:
                 assert got == tokens[: len(got)]
