@@ -77,7 +77,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.generation = model.generation
         self.kv_spec = kv_spec(arch, config, num_blocks=num_blocks, dtype=table.dtype)
-        self._scheduler = Scheduler(scheduler_config(self.config, self.kv_spec))
+        self._scheduler = Scheduler(scheduler_config(self.config, arch, self.kv_spec))
         kv_scales = None
         if self.kv_spec.is_compressed:
             measured = model.kv_calibration or calibrate(

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pagedjax.config import EngineConfig
 from pagedjax.engine.disk_tier import file_bytes
 from pagedjax.engine.kv_pool import KVSpec
+from pagedjax.models.arch import ArchConfig
 from scheduler import SchedulerConfig
 
 
-def scheduler_config(config: EngineConfig, spec: KVSpec) -> SchedulerConfig:
+def scheduler_config(config: EngineConfig, arch: ArchConfig, spec: KVSpec) -> SchedulerConfig:
     """The scheduler's part of resolved options, for a pool whose blocks are as `spec` says."""
+    windows = [window for window in arch.windows if window is not None]
     assert config.num_blocks and config.max_model_len
     assert config.max_num_seqs and config.max_num_batched_tokens
     return SchedulerConfig(
@@ -23,4 +25,6 @@ def scheduler_config(config: EngineConfig, spec: KVSpec) -> SchedulerConfig:
         num_host_blocks=config.host_cache_bytes // spec.block_bytes,
         num_disk_blocks=config.disk_cache_bytes // file_bytes(spec.block_bytes, spec.block_size),
         preemption=config.preemption,
+        # A block belongs to all layers: it is needed as long as one of them sees it.
+        window=max(windows) if len(windows) == arch.layers else None,
     )

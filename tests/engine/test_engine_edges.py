@@ -172,3 +172,18 @@ def test_an_engine_whose_step_failed_says_so_from_then_on(monkeypatch, steps):
     for _ in range(2):
         with pytest.raises(RuntimeError, match="earlier step was broken off"):
             engine.step()
+
+
+@pytest.mark.parametrize(("windows", "held"), [((20, 33), (3, 5)), ((20, None), (10, 12))])
+def test_sequences_give_up_blocks_when_every_layer_has_a_window(windows, held):
+    """The pool holds NaN wherever nothing is written, so that reading a wrong block shows."""
+    model = tiny_model(seed=2, windows=windows)
+    (prompt,) = random_prompts([100], seed=50)
+    engine = tiny_engine(model, max_prefill_chunk=24)
+    runner = engine._runner
+    runner._pool = [jnp.full_like(layer, jnp.nan) for layer in runner._pool]
+    used = []
+    engine.add_request("a", None, prompt, SamplingParams(temperature=0.0, max_tokens=90))
+    output = drain(engine, on_step=lambda: used.append(engine.stats().blocks_used))["a"]
+    assert output.outputs[0].token_ids == plain_greedy(model, prompt, 90)
+    assert held[0] <= min(used[-30:-3]) and max(used[-30:-3]) <= held[1]
