@@ -1,6 +1,7 @@
 """Random traces over all tiers: every copy is checked, everybody gets their own tokens.
 
-`TIER_OPERATIONS` in the environment sets the number of operations; a million take a quarter of an hour or more.
+`TIER_OPERATIONS` in the environment sets the number of operations; a million take a quarter of an
+hour or more.
 """
 
 import os

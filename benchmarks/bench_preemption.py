@@ -1,0 +1,191 @@
+"""Preemption by swap beside recompute: where they cross, and a burst in a pool too small for it.
+
+    python -m benchmarks.bench_preemption --shape llama3.1-8b --lengths 512 2048 8192 32768 \\
+        --requests 32 --prompt-len 4096 --output-len 2048 --host-gb 24 \\
+        --out benchmarks/results/preemption.jsonl --plot benchmarks/results/preemption.png
+    python -m benchmarks.bench_preemption --shape tiny --dtype float32 --lengths 64 256 1024 \\
+        --requests 16 --prompt-len 250 --output-len 350 --max-num-seqs 8 \\
+        --max-num-batched-tokens 256 --host-gb 0.02
+
+One JSON line per length: the measured time to copy a sequence's blocks to the host and back, and
+to compute its tokens again, beside what `SwapCost` says of both. One line per policy for the
+burst, in a pool of a quarter of what all requests need together: tokens per second, preemptions,
+swaps. Prefix caching is off, so that recomputing does what its name says; weights are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.bench_offline import serve
+from benchmarks.random_engine import add_engine_options, case_name, engine_config, warm
+from benchmarks.record import record
+from benchmarks.request_lists import random_prompts, throughput
+from benchmarks.shapes import SHAPES, random_model
+from benchmarks.workloads import RequestShape
+from pagedjax import EngineConfig
+from pagedjax.engine.engine import Engine
+from pagedjax.engine.kv_pool import KVPool, kv_spec
+from pagedjax.loading import LoadedModel
+
+POLICIES = ("recompute", "swap", "auto")
+
+
+def swap_s(engine: Engine, num_blocks: int) -> float:
+    """Seconds to copy so many blocks to the host, and then back; the best of three."""
+    assert engine._lower is not None
+    mover, runner = engine._lower.mover, engine._runner
+    blocks = np.arange(1, num_blocks + 1, dtype=np.int32)
+    stores = np.stack([blocks, blocks - 1], axis=1)
+
+    def there_and_back(pool: KVPool) -> KVPool:
+        mover.store(pool, stores)
+        jax.block_until_ready([mover.content(slot) for slot in range(num_blocks)])
+        return jax.block_until_ready(mover.load(pool, stores[:, ::-1].copy()))
+
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        runner.update_pool(there_and_back)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def recompute_s(engine: Engine, num_tokens: int) -> float:
+    """Seconds to compute a prompt of so many tokens; the best of two."""
+    shape = [RequestShape(num_tokens, 1, 0.0)]
+    prompts = random_prompts(shape, engine.arch.vocab)
+    return min(serve(engine, shape, prompts)[0] for _ in range(2))
+
+
+def crossover(model: LoadedModel, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Figures of each length."""
+    longest = max(args.lengths) + 1
+    blocks = -(-longest // args.block_size)
+    block_bytes = bytes_of_a_block(model, args)
+    config = dataclasses.replace(
+        engine_config(args, longest),
+        num_blocks=blocks + 1,
+        prefix_caching=False,
+        host_cache_bytes=blocks * block_bytes,
+    )
+    engine = Engine(model, None, config)
+    warm(engine)
+    cost = engine._scheduler.swap_cost
+    assert cost is not None
+    rows = []
+    for length in sorted(args.lengths):
+        num_blocks = -(-length // args.block_size)
+        measured = {"swap": swap_s(engine, num_blocks), "recompute": recompute_s(engine, length)}
+        model_says = {"swap": cost.swap_s(num_blocks), "recompute": cost.recompute_s(length)}
+        rows.append(
+            {
+                "tokens": length,
+                "blocks": num_blocks,
+                "bytes": num_blocks * block_bytes,
+                "swap_ms": round(measured["swap"] * 1e3, 3),
+                "recompute_ms": round(measured["recompute"] * 1e3, 3),
+                "modelled_swap_ms": round(model_says["swap"] * 1e3, 3),
+                "modelled_recompute_ms": round(model_says["recompute"] * 1e3, 3),
+                "faster": min(measured, key=measured.__getitem__),
+                "chosen": min(model_says, key=model_says.__getitem__),
+                "store_gb_per_s": round(cost.store_bytes_per_s / 1e9, 3),
+                "load_gb_per_s": round(cost.load_bytes_per_s / 1e9, 3),
+                "prefill_tokens_per_s": round(cost.prefill_tokens_per_s, 1),
+            }
+        )
+    return rows
+
+
+def burst(model: LoadedModel, args: argparse.Namespace, policy: str) -> dict[str, Any]:
+    """Figures of the burst under one policy."""
+    shapes = [RequestShape(args.prompt_len, args.output_len, 0.0)] * args.requests
+    needed = args.requests * -(-(args.prompt_len + args.output_len) // args.block_size)
+    config: EngineConfig = dataclasses.replace(
+        engine_config(args, args.prompt_len + args.output_len),
+        num_blocks=1 + needed // 4,
+        prefix_caching=False,
+        preemption=policy,
+        host_cache_bytes=0 if policy == "recompute" else int(args.host_gb * 1e9),
+    )
+    engine = Engine(model, None, config)
+    warm(engine)
+    seconds, _ = serve(engine, shapes, random_prompts(shapes, engine.arch.vocab))
+    stats = engine.stats()
+    return {
+        **throughput(shapes, seconds),
+        "preemption": policy,
+        "preemptions": stats.preemptions,
+        "swaps": engine._scheduler.num_swaps,
+        "num_blocks": config.num_blocks,
+        "compiles_after_warmup": stats.compiles_after_warmup,
+    }
+
+
+def bytes_of_a_block(model: LoadedModel, args: argparse.Namespace) -> int:
+    """Of the engines' KV pools."""
+    dtype = model.params["embed.table"].dtype
+    return kv_spec(model.arch, engine_config(args, 2), num_blocks=1, dtype=dtype).block_bytes
+
+
+def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Time against length, measured and modelled."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    lengths = [row["tokens"] for row in rows]
+    for name, colour in (("swap", "#1f6feb"), ("recompute", "#d29922")):
+        axes.plot(lengths, [row[f"{name}_ms"] for row in rows], "o-", color=colour, label=name)
+        modelled = [row[f"modelled_{name}_ms"] for row in rows]
+        axes.plot(lengths, modelled, ":", color=colour, label=f"{name}, cost model")
+    axes.set(xscale="log", yscale="log", xlabel="tokens of the sequence", ylabel="ms", title=title)
+    axes.legend()
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_engine_options(parser)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192, 32768])
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--prompt-len", type=int, default=4096)
+    parser.add_argument("--output-len", type=int, default=2048)
+    parser.add_argument("--host-gb", type=float, default=24.0, help="host memory for the swaps")
+    parser.add_argument("--plot", type=Path, help="draw the times of the lengths here")
+    return parser
+
+
+def main() -> None:
+    args = options().parse_args()
+    model = random_model(SHAPES[args.shape], args.dtype)
+    rows = crossover(model, args)
+    for row in rows:
+        record("preemption", case_name(args, f"length {row['tokens']}"), args.out, **row)
+    if args.plot is not None:
+        plot(rows, f"{args.shape} {args.dtype}, {jax.devices()[0].device_kind}", args.plot)
+    gc.collect()  # the pool of the engine before
+    rates = {}
+    load = f"burst of {args.requests} x {args.prompt_len}+{args.output_len}"
+    for policy in POLICIES:
+        figures = burst(model, args, policy)
+        rates[policy] = figures["total_tokens_per_s"]
+        record(
+            "preemption", case_name(args, f"{load} {policy}"), args.out, **figures,
+            speedup_over_recompute=round(rates[policy] / rates["recompute"], 4),
+        )  # fmt: skip
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()
