@@ -419,6 +419,8 @@ class BlockManager:
         """Let `seq` index its blocks from where `source`, with which it shares them, stands."""
         if source.num_indexed * self._block_size <= seq.num_computed or source.parent is None:
             seq.num_indexed, seq.parent = source.num_indexed, source.parent
+        elif seq.num_passed:  # likewise, but the way leads over blocks that are given up
+            seq.num_indexed, seq.parent = 0, None
         else:  # its blocks are indexed beyond the common ones: find the way again
             seq.num_indexed, seq.parent = 0, ROOT
 

@@ -195,7 +195,10 @@ class Tiers:
             memory has no room; nothing has changed then.
         """
         present = [self._by_key.get(key) for key in keys] + [None] * (len(blocks) - len(keys))
-        present = [held if held is not None and not held.reading else None for held in present]
+        present = [
+            held if held is not None and not held.reading and block != 0 else None
+            for held, block in zip(present, blocks, strict=True)
+        ]
         needed = sum(
             held is None and block != 0 for held, block in zip(present, blocks, strict=True)
         )

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from pagedjax.config import EngineConfig
@@ -169,8 +170,8 @@ def kv_namespace(arch: ArchConfig, spec: KVSpec, runner: ModelRunner) -> str:
     block = dataclasses.replace(spec, num_blocks=0)
     digest = hashlib.blake2b(f"{arch}; {block}; ".encode(), digest_size=16)
     digest.update(weights_digest(runner.params))
-    for scales in runner.kv_scales or ():
-        digest.update(np.asarray(scales).tobytes())
+    for array in jax.tree.leaves(runner.kv_scales):
+        digest.update(np.asarray(array).tobytes())
     return digest.hexdigest()
 
 

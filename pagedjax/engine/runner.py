@@ -95,8 +95,8 @@ class ModelRunner:
         return self._params
 
     @property
-    def kv_scales(self) -> list[jax.Array] | None:
-        """What a compressed pool's keys and values are divided by, float32 `[2, kv_heads]` each."""
+    def kv_scales(self) -> list[KVScales] | None:
+        """How each layer of a compressed pool is written and read; None for other pools."""
         return self._kv_scales
 
     def layout(self, bucket: Bucket) -> StepLayout:

@@ -247,6 +247,38 @@ def test_no_fault_of_the_disk_reaches_a_request(tmp_path, monkeypatch, slowness,
     assert sum(path.stat().st_size for path in files) <= engine.config.disk_cache_bytes * 1.5
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+def test_compressed_blocks_are_swapped_and_found_on_the_disk(tmp_path, kv_cache_dtype):
+    """OF03: what is stored with other scales is not found."""
+    options = dict(
+        num_blocks=14, kv_cache_dtype=kv_cache_dtype, disk_cache_path=tmp_path,
+        disk_cache_bytes=1 << 20,
+    )  # fmt: skip
+    engine = engine_with(3, preemption="swap", **options)  # 12 blocks of a quarter of the bytes
+    prompts = random_prompts((90, 100, 80, 70, 110))
+    params = SamplingParams(temperature=0.0, max_tokens=30)
+    large = tiny_engine(num_blocks=600, kv_cache_dtype=kv_cache_dtype)
+    want = tokens_of(serve(large, prompts, params))
+    for _ in range(2):
+        assert tokens_of(serve(engine, prompts, params)) == want
+    assert engine._scheduler.num_swaps > 0 and counts(engine).spilled > 0
+    engine.calibrate_kv([[1, 2, 3]])
+    before = counts(engine).disk_hits + counts(engine).host_hits
+    serve(engine, prompts[:1], params)
+    assert counts(engine).disk_hits + counts(engine).host_hits == before
+    engine._lower.close()
+
+
+def test_a_model_with_a_window_keeps_only_what_it_sees_when_swapped():
+    model = tiny_model(windows=(40, 40))
+    prompts = random_prompts((90, 100, 80, 70))
+    params = SamplingParams(temperature=0.0, max_tokens=60)
+    engine = engine_with(60, model, num_blocks=14, preemption="swap")
+    want = tokens_of(serve(tiny_engine(model, num_blocks=600), prompts, params))
+    assert tokens_of(serve(engine, prompts, params)) == want
+    assert engine._scheduler.num_swaps > 0
+
+
 def test_memory_that_holds_no_block_is_refused(tmp_path):
     with pytest.raises(ValueError, match=f"host_cache_bytes is 100, one block has {BLOCK_BYTES}"):
         tiny_engine(host_cache_bytes=100)

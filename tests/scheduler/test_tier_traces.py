@@ -36,6 +36,7 @@ def random_config(rng: np.random.Generator) -> SchedulerConfig:
         max_model_len=int(rng.integers(2, 300)),
         max_prefill_chunk=None if rng.random() < 0.3 else int(rng.integers(1, 40)),
         prefix_caching=bool(rng.random() < 0.85),
+        window=None if rng.random() < 0.7 else int(rng.integers(1, 100)),
         num_host_blocks=host,
         num_disk_blocks=int(rng.choice([0, 1, 30, 300, 300])),
         preemption=str(rng.choice(["auto", "swap", "swap", "recompute"])),
