@@ -22,7 +22,6 @@ import random
 import secrets
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -117,6 +116,8 @@ OTHERS = [
     Problem(lens=(70_000, 3), heads=(2, 4)),
     Problem(lens=(20_000,), rows=(300,), prefill=True, heads=(1, 2)),
 ]
+# Key/value heads, head_dim and dtype of the pool.
+WRITES = [(8, 128, "bfloat16"), (3, 80, "float16"), (40, 64, "float8_e4m3fn"), (4, 192, "int8")]
 SMALL = {
     "decode": Problem(head_dim=64),
     "rows": Problem(rows=3, head_dim=64),
@@ -168,36 +169,43 @@ def check(backends: list[str], out: Path | None = None) -> bool:
     for kv_dtype, elements in LARGE_POOLS:
         name = f"{kv_dtype} pool of {elements} elements and more"
         jobs += [(name, check_large_pool, (backend, kv_dtype, elements)) for backend in backends]
+    jobs += [("write", check_write, ("triton", *sizes)) for sizes in WRITES]
     for backend, problem in itertools.product(backends, problems()):
         jobs.append((problem.name, check_one, (backend, problem)))
     with concurrent.futures.ThreadPoolExecutor(PROCESSES) as threads:
         slices = [jobs[i::PROCESSES] for i in range(PROCESSES)]
-        outcomes = [outcome for done in threads.map(run_jobs, slices) for outcome in done]
-    for outcome in outcomes:
-        record("kernel_check", str(outcome.pop("case")), out, **outcome)
+        run = functools.partial(run_jobs, out=out)
+        outcomes = [outcome for done in threads.map(run, slices) for outcome in done]
     passed = sum(outcome.get("passed") is True for outcome in outcomes)
     failed = sum(outcome.get("passed") is False for outcome in outcomes)
     print(f"CHECK: {passed} passed, {failed} failed, {len(outcomes) - passed - failed} declined")
     return failed == 0 and passed > 0
 
 
-def run_jobs(jobs: list[Job]) -> list[Figures]:
-    """Outcomes of jobs in a process of their own, and in a new one after each that broke it."""
+def run_jobs(jobs: list[Job], out: Path | None = None) -> list[Figures]:
+    """Record jobs run in a process of their own, and in a new one after each that broke it."""
     outcomes: list[Figures] = []
+    left = list(jobs)
     spawn = multiprocessing.get_context("spawn")
-    while jobs:
+    while left:
         with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as process:
-            for done, (name, function, args) in enumerate(jobs, 1):
+            while left:
+                name, function, args = left.pop(0)
+                broke = False
                 try:
-                    outcomes += process.submit(function, *args).result()
-                except (BrokenProcessPool, jax.errors.JaxRuntimeError) as error:
-                    text = (str(error) or repr(error))[:200]
+                    found = process.submit(function, *args).result()
+                except (RuntimeError, ValueError) as error:  # a broken process, JAX's own errors
+                    broke, text = True, (str(error) or repr(error))[:200]
                     backend = args[0] if args else "triton"
-                    outcomes.append(
+                    found = [
                         {"case": name, "implementation": backend, "passed": False, "error": text}
-                    )
+                    ]
+                for figures in found:
+                    rest = {key: x for key, x in figures.items() if key != "case"}
+                    record("kernel_check", str(figures["case"]), out, **rest)
+                outcomes += found
+                if broke:
                     break
-        jobs = jobs[done:]
     return outcomes
 
 
@@ -312,6 +320,30 @@ def check_poison() -> list[Figures]:
     }
 
 
+def check_write(backend: str, kv_heads: int, head_dim: int, kv_dtype: str) -> list[Figures]:
+    """Write into a pool of NaN; all bits of it but slot 0's must be those that XLA leaves."""
+    rng = np.random.default_rng(secrets.randbits(31))
+    k, v = (jnp.asarray(x, jnp.bfloat16) for x in rng.normal(size=(2, 300, kv_heads, head_dim)))
+    quantized = jnp.dtype(kv_dtype).itemsize == 1
+    if not quantized:
+        k, v = k.astype(kv_dtype), v.astype(kv_dtype)
+    # Powers of two, which both divide by exactly.
+    scales = jnp.full((2, kv_heads), 2.0**-5, jnp.float32) if quantized else None
+    slots = np.where(rng.random(300) < 0.1, 0, 16 + rng.permutation(1000)[:300])
+    pools = []
+    for implementation in (backend, "xla"):
+        empty = jnp.full((64, 2, kv_heads, 16, head_dim), 127 if kv_dtype == "int8" else jnp.nan)
+        write = functools.partial(
+            pallas_kernels.write_kv, kv_scales=scales, implementation=implementation
+        )
+        run = jax.jit(write, donate_argnums=0)
+        pool = run(empty.astype(kv_dtype), k, v, jnp.asarray(slots, jnp.int32))
+        pools.append(np.asarray(pool.astype(jnp.float32))[1:])
+    equal = np.array_equal(*pools, equal_nan=True)
+    name = f"write {kv_heads}x{head_dim} {kv_dtype}"
+    return [{"case": name, "implementation": backend, "passed": equal}]
+
+
 def check_large_pool(backend: str, kv_dtype: str, elements: int) -> list[Figures]:
     """Write and read at the end of a pool of more than `elements` elements, the rest of it NaN."""
     base = Problem(lens=(70, 0, 33), heads=(8, 4), kv_dtype=kv_dtype)
@@ -358,12 +390,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", required=True)
     every = ",".join(f"{b}:{name}" for b in ("mosaic", "triton") for name in SMALL)
+    every += ",triton:write"
     parser.add_argument("--kernels", default=every, help=f"of {every}")
     args = parser.parse_args()
     failed = False
     for kernel in args.kernels.split(","):
         backend, name = kernel.split(":")
-        (figures,) = check_one(backend, SMALL[name])
+        write = name == "write"
+        (figures,) = check_write(backend, *WRITES[2]) if write else check_one(backend, SMALL[name])
         print(kernel, figures, flush=True)
         failed |= figures.get("passed") is False
     raise SystemExit(failed)

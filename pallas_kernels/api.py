@@ -34,9 +34,13 @@ from pallas_kernels.checks import (
 )
 from pallas_kernels.mixed_batch import attend_mixed_batch
 from pallas_kernels.shared_prefix import attend_shared_prefix
-from pallas_kernels.tuning import fastest_decode_backend
+from pallas_kernels.tuning import WRITE_KERNEL_ROWS, fastest_decode_backend
 
 Implementation = Literal["mosaic", "triton", "xla", "reference"]
+
+KERNELS: tuple[Implementation, ...] = ("mosaic", "triton")
+ATTENTION_IMPLEMENTATIONS: tuple[Implementation, ...] = ("mosaic", "triton", "xla", "reference")
+WRITE_IMPLEMENTATIONS: tuple[Implementation, ...] = ("triton", "xla", "reference")
 
 _Op = Callable[..., Any]
 
@@ -52,15 +56,17 @@ def _lookup(operation: str, name: str) -> _Op:
     return functools.partial(attend_mixed_batch, kernel, _kernel("decode", name))
 
 
+def _lookup_write(name: str) -> _Op:
+    """The function that implements `write_kv`."""
+    if name == "triton":
+        return importlib.import_module("pallas_kernels.write_kv_triton").write_kv
+    return {"xla": xla, "reference": reference}[name].write_kv
+
+
 def _kernel(operation: str, name: str) -> _Op:
     """The function of one of `KERNELS`, imported when it is needed: not everybody has a GPU."""
     module = importlib.import_module(f"pallas_kernels.paged_{operation}_{name}")
     return getattr(module, f"paged_{operation}_attention")
-
-
-KERNELS: tuple[Implementation, ...] = ("mosaic", "triton")
-ATTENTION_IMPLEMENTATIONS: tuple[Implementation, ...] = ("mosaic", "triton", "xla", "reference")
-WRITE_IMPLEMENTATIONS: tuple[Implementation, ...] = ("xla", "reference")
 
 
 def write_kv(
@@ -107,17 +113,13 @@ def write_kv(
     if blocks * block_size > 2**31:
         raise ValueError(f"slots are int32, got a pool of {blocks=} times {block_size=}")
     check_slots(kv_pool, slot_mapping)
-    table = {"xla": xla.write_kv, "reference": reference.write_kv}
+    order = list(WRITE_IMPLEMENTATIONS)
+    if tokens * kv_heads < WRITE_KERNEL_ROWS:
+        order.sort(key=lambda name: name == "triton")  # stable: Triton last
     return _first_that_can(
-        table.__getitem__,
-        WRITE_IMPLEMENTATIONS,
-        implementation,
-        kv_pool,
-        k,
-        v,
-        slot_mapping,
-        kv_scales,
-    )
+        _lookup_write, order, implementation,
+        kv_pool, k, v, slot_mapping, kv_scales,
+    )  # fmt: skip
 
 
 def add_rms_norm(

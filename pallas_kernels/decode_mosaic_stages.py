@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,12 +14,19 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.decode_mosaic_merge import (
+    COLUMNS,
+    LOWEST,
+    count_in,
+    gather_pieces,
+    leave_piece,
+    over_rows,
+)
 from pallas_kernels.decode_plan import Column, first_tile, visible_tiles
+from pallas_kernels.mosaic_registers import store_columns, widened_keys, widened_values, zero_rows
 
 LOG2_E = math.log2(math.e)
-# The running maximum before any key is seen: finite, so that masked scores (-inf) weigh 0.
-LOWEST = -1e30
-COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # one number per query row, the columns of the products
+WARPS = 4  # of a warpgroup
 TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
 _load: Any = plgpu.load  # JAX 0.10 demands an index here, 0.11 frowns on one
 
@@ -53,6 +62,7 @@ class Problem:
         with_sinks: whether there is an array of sinks.
         with_scales: whether the pool has 8 bits and an array of scales.
         with_lse: whether the caller wants the lse.
+        interpret: whether the kernel runs in the interpreter, which knows no inline code.
     """
 
     seqs: int
@@ -68,6 +78,7 @@ class Problem:
     with_sinks: bool
     with_scales: bool
     with_lse: bool
+    interpret: bool = False
 
     @property
     def group(self) -> int:
@@ -78,6 +89,11 @@ class Problem:
     def columns(self) -> int:
         """Query rows of one product."""
         return columns_of(self.group)
+
+    @property
+    def sink_period(self) -> int:
+        """Query rows after which the sinks repeat at a place that is a multiple of 8."""
+        return math.lcm(self.q_heads, 8)
 
     @property
     def copy_rows(self) -> int:
@@ -108,17 +124,37 @@ def produce(problem: Problem, sources: Any, tiles: Any, barriers: Any) -> None:
             token = start + i * copy_rows
             column = jnp.minimum(lax.div(token, jnp.int32(block_size)), last_block)
             offset = 0 if copy_rows == block_size else lax.rem(token, jnp.int32(block_size))
-            block = table_ref[seq, column]
+            # The null block stands in for those of a padding row, whose table says nothing.
+            block = jnp.where(length > 0, table_ref[seq, column], 0)
             rows.append((block * (2 * problem.kv_heads) + head) * block_size + offset)
         return tuple(rows), visible_tiles(length, problem.tile, problem.window)
 
     def copy(rows: Any, smem: Any, slot: jax.Array, barrier: Any) -> None:
-        for i, row in enumerate(rows):
+        starts = [pl.multiple_of(row, 8) for row in rows]
+
+        def one(i: int) -> None:
             plgpu.copy_gmem_to_smem(
-                kv_ref.at[pl.ds(pl.multiple_of(row, 8), copy_rows)],
+                kv_ref.at[pl.ds(starts[i], copy_rows)],
                 smem.at[slot, pl.ds(i * copy_rows, copy_rows)],
                 barrier.at[slot],
             )
+
+        if not problem.with_scales:
+            # In order and a little apart, so that the workers of a part meet at the same blocks.
+            for i in range(problem.copies):
+                one(i)
+            return
+
+        # Copies of 8 bits are so small that a warpgroup which meets at each would be felt: single
+        # warps issue them, each its share.
+        @plgpu.warp_map
+        def _(warp: Any) -> None:
+            for w in range(min(WARPS, problem.copies)):
+
+                @pl.when(warp == w)
+                def _(w: int = w) -> None:
+                    for i in range(w, problem.copies, WARPS):
+                        one(i)
 
     def step(i: jax.Array, carry: Any) -> Any:
         seq, index, tiles, rows = carry
@@ -158,7 +194,7 @@ def produce(problem: Problem, sources: Any, tiles: Any, barriers: Any) -> None:
 def consume(problem: Problem, sources: Any, outputs: Any, smem: Any, barriers: Any) -> None:
     """Attend to this worker's tiles, segment by segment."""
     q_ref, len_ref, plan_ref, sink_ref, scale_ref = sources
-    q_smem, k_smem, v_smem, p_smem, wide_smem = smem
+    q_smem, k_smem, v_smem, p_smem = smem
     q_bar, k_bar, v_bar, k_free, v_free = barriers
     tile, head_dim, columns = problem.tile, problem.head_dim, problem.columns
     part, head = lax.axis_index("part"), lax.axis_index("head")
@@ -181,56 +217,40 @@ def consume(problem: Problem, sources: Any, outputs: Any, smem: Any, barriers: A
             slot = lax.rem(done + i, jnp.int32(problem.stages))
             first_key = start + i * tile
             plgpu.barrier_wait(k_bar.at[slot])
-            keys = k_smem.at[slot]
-            if problem.with_scales:
-                _convert(keys, wide_smem.at[0])
-                plgpu.barrier_arrive(k_free.at[slot])
-                plgpu.commit_smem()
-                keys = wide_smem.at[0]
-            scores = _product(keys, q_smem.T, (tile, columns))
-            if not problem.with_scales:
-                plgpu.barrier_arrive(k_free.at[slot])
+            scores = _score_tile(problem, k_smem.at[slot], q_smem, k_free.at[slot])
             scores = _scaled(scores, problem, k_scale)
             key = lax.broadcasted_iota(jnp.int32, scores.shape, 0) + first_key
             scores = jnp.where((key >= oldest) & (key < length), scores, -jnp.inf)
             new_peak = jnp.maximum(peak, jnp.max(scores, axis=0))
             fade = jnp.exp2(peak - new_peak)
-            weights = jnp.exp2(scores - _over_rows(new_peak, scores.shape))
-            total = total * _over_rows(fade, total.shape) + weights
+            weights = jnp.exp2(scores - over_rows(new_peak, scores.shape))
+            total = total * over_rows(fade, total.shape) + weights
             p_smem.T[...] = plgpu.layout_cast(weights.astype(p_smem.dtype), TRANSPOSED)
             plgpu.barrier_wait(v_bar.at[slot])
 
-            values = v_smem.at[slot]
-            if problem.with_scales:
-                _convert(values, wide_smem.at[1])
-                plgpu.barrier_arrive(v_free.at[slot])
-                values = wide_smem.at[1]
-
             @pl.when((first_key + tile > length) | (first_key < oldest))
             def _() -> None:  # a weight of 0 would not silence a NaN in a slot that is not seen
-                value = values[...]
-                key = lax.broadcasted_iota(jnp.int32, value.shape, 0) + first_key
-                seen = (key >= oldest) & (key < length)
-                values[...] = jnp.where(seen, value, jnp.zeros_like(value))
+                _zero_unseen(problem, v_smem.at[slot], first_key, oldest, length)
 
             plgpu.commit_smem()
-            product = _product(values.T, p_smem.T, (head_dim, columns))
-            if not problem.with_scales:
-                plgpu.barrier_arrive(v_free.at[slot])
-            return acc * _over_rows(fade, acc.shape) + product, new_peak, total
+            product = _weigh_tile(problem, v_smem.at[slot], p_smem, v_free.at[slot])
+            return acc * over_rows(fade, acc.shape) + product, new_peak, total
 
         zeros = [jnp.zeros((m, columns), jnp.float32) for m in (head_dim, tile)]
         acc, total = (plgpu.layout_cast(z, plgpu.Layout.WGMMA) for z in zeros)
         peak = plgpu.layout_cast(jnp.full((columns,), LOWEST, jnp.float32), COLUMNS)
         acc, peak, total = lax.fori_loop(0, count, step, (acc, peak, total))
-        sink = None
-        if sink_ref is not None:
-            mine = sink_ref.at[pl.ds(lax.rem(first_row, problem.q_heads), columns)]
-            sink = _load(mine, layout=COLUMNS, optimized=False)
-        _finish(
-            problem, outputs, acc * v_scale, peak, jnp.sum(total, axis=0), sink,
-            row=row, first_row=first_row, complete=count == tiles, begins=index == 0,
-        )  # fmt: skip
+        state = (acc * v_scale, peak, jnp.sum(total, axis=0))
+        finish = functools.partial(_finish, problem, outputs, sink_ref, row, first_row)
+
+        @pl.when(count == tiles)
+        def _() -> None:
+            finish(state)
+
+        @pl.when(count < tiles)
+        def _() -> None:
+            _share(problem, sources, outputs, state, finish, begins=index == 0)
+
         following = jnp.minimum(seq + 1, problem.seqs - 1)
         return following, len_ref[following], jnp.int32(0), done + count
 
@@ -239,48 +259,102 @@ def consume(problem: Problem, sources: Any, outputs: Any, smem: Any, barriers: A
     plgpu.wait_smem_to_gmem(0)
 
 
-def _finish(
+def _score_tile(problem: Problem, keys: Any, q_smem: Any, free: Any) -> jax.Array:
+    """Products of a tile of keys with the queries, float32 `[tile, columns]`; frees the tile."""
+    shape = (problem.tile, problem.columns)
+    if not problem.with_scales:
+        scores = _product(keys, q_smem.T, shape)
+        plgpu.barrier_arrive(free)
+        return scores
+    if problem.interpret:
+        scores = _interpreted_product(keys[...], q_smem)
+        plgpu.barrier_arrive(free)
+        return scores
+    wide = widened_keys(keys, problem.tile, problem.head_dim)
+    plgpu.barrier_arrive(free)
+    return _product(wide, q_smem.T, shape)
+
+
+def _weigh_tile(problem: Problem, values: Any, p_smem: Any, free: Any) -> jax.Array:
+    """Values of a tile times their weights, float32 `[head_dim, columns]`; frees the tile."""
+    shape = (problem.head_dim, problem.columns)
+    if not problem.with_scales:
+        product = _product(values.T, p_smem.T, shape)
+        plgpu.barrier_arrive(free)
+        return product
+    if problem.interpret:
+        product = _interpreted_product(values[...].T, p_smem)
+        plgpu.barrier_arrive(free)
+        return product
+    wide = widened_values(values, problem.tile, problem.head_dim)
+    plgpu.barrier_arrive(free)
+    return _product(wide, p_smem.T, shape)
+
+
+def _zero_unseen(
+    problem: Problem, values: Any, first_key: jax.Array, oldest: jax.Array, length: jax.Array
+) -> None:
+    """Zero the values of a tile that the query does not see, in shared memory."""
+    if problem.with_scales and not problem.interpret:
+        zero_rows(values, oldest - first_key, length - first_key)
+        return
+    value = values[...]
+    key = lax.broadcasted_iota(jnp.int32, value.shape, 0) + first_key
+    seen = (key >= oldest) & (key < length)
+    values[...] = jnp.where(seen, value, jnp.zeros_like(value))
+
+
+def _share(
     problem: Problem,
+    sources: Any,
     outputs: Any,
-    acc: jax.Array,
-    peak: jax.Array,
-    total: jax.Array,
-    sink: jax.Array | None,
+    state: Any,
+    finish: Callable[[Any], None],
     *,
-    row: jax.Array,
-    first_row: jax.Array,
-    complete: jax.Array,
     begins: jax.Array,
 ) -> None:
-    """Normalise a segment and send it to the output, or to the merge if it is not complete."""
-    out_ref, lse_ref, part_ref, part_lse_ref, o_smem, part_smem, lse_smem = outputs
-    if sink is not None:
-        extra = jnp.exp2(sink * LOG2_E - peak)
-        total = total + jnp.where(complete & (total > 0), extra, jnp.zeros_like(extra))
+    """Leave a piece of a context to the others; the last one of them finishes it."""
+    plan_ref = sources[2]
+    pieces, counter_ref, flag_smem = outputs[-3:]
+    part, head = lax.axis_index("part"), lax.axis_index("head")
+    place = (jnp.where(begins, 0, 1), part, head)
+    first = jnp.where(begins, part, plan_ref[part, Column.FIRST_PART])
+    later = plan_ref[first, Column.LATER_PARTS]
+    leave_piece(pieces, state, place, problem.interpret)
+    before = count_in(counter_ref.at[first, head], flag_smem, problem.interpret)
+
+    @pl.when(before == later)
+    def _() -> None:
+        counter_ref[first, head] = 0  # as the next call wants to find it
+        finish(gather_pieces(pieces, first, later, head, problem.interpret))
+
+
+def _finish(
+    problem: Problem, outputs: Any, sink_ref: Any, row: jax.Array, first_row: jax.Array, state: Any
+) -> None:
+    """Normalise what a context amounts to and send it to the output."""
+    out_ref, lse_ref, o_smem, lse_smem = outputs[:4]
+    acc, peak, total = state
+    if sink_ref is not None:
+        mine = sink_ref.at[pl.ds(lax.rem(first_row, jnp.int32(problem.sink_period)), problem.columns)]
+        extra = jnp.exp2(_load(mine, layout=COLUMNS, optimized=False) * LOG2_E - peak)
+        total = total + jnp.where(total > 0, extra, jnp.zeros_like(extra))
     safe = jnp.where(total > 0, total, jnp.ones_like(total))  # 0: a padding row
-    acc = acc / _over_rows(safe, acc.shape)
+    acc = acc / over_rows(safe, acc.shape)
     lse = jnp.where(total > 0, peak + jnp.log2(safe), -jnp.inf)
     mine = pl.ds(row - first_row, problem.group)  # the other rows belong to neighbours
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the buffers may still be leaving
-
-    @pl.when(complete)
-    def _() -> None:
+    if problem.with_scales and not problem.interpret:
+        store_columns(acc, o_smem, o_smem.dtype)
+    else:
         o_smem.T[...] = plgpu.layout_cast(acc.astype(o_smem.dtype), TRANSPOSED)
-        if problem.with_lse:
-            lse_smem[...] = lse / LOG2_E
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(o_smem.at[mine], out_ref.at[pl.ds(row, problem.group)])
-        if problem.with_lse:
-            for i in range(problem.group):
-                lse_ref[row + i] = lse_smem[row - first_row + i]
-
-    @pl.when(jnp.logical_not(complete))
-    def _() -> None:
-        place = (jnp.where(begins, 0, 1), lax.axis_index("part"), lax.axis_index("head"))
-        part_smem.T[...] = plgpu.layout_cast(acc, TRANSPOSED)
-        part_lse_ref[place] = lse
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(part_smem, part_ref.at[place])
+    if problem.with_lse:
+        lse_smem[...] = lse / LOG2_E
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(o_smem.at[mine], out_ref.at[pl.ds(row, problem.group)])
+    if problem.with_lse:
+        for i in range(problem.group):
+            lse_ref[row + i] = lse_smem[row - first_row + i]
 
 
 def _product(a: Any, b: Any, shape: tuple[int, int]) -> jax.Array:
@@ -301,15 +375,6 @@ def _scaled(scores: jax.Array, problem: Problem, k_scale: Any) -> jax.Array:
     return capped * (problem.soft_cap * LOG2_E)
 
 
-def _convert(eight_bit: Any, wide: Any) -> None:
-    """Copy a tile within shared memory, from 8 to 16 bits.
-
-    In this layout a thread holds 8 neighbouring columns: it loads 8 bytes and stores 16.
-    """
-    layout: Any = plgpu.Layout.WGMMA_UPCAST_4X
-    wide[...] = _load(eight_bit, layout=layout).astype(wide.dtype)
-
-
-def _over_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """One number per column, repeated down the rows."""
-    return lax.broadcast_in_dim(x, shape, [1])
+def _interpreted_product(a: jax.Array, b_transposed: Any) -> jax.Array:
+    """The interpreter has no products of registers."""
+    return jnp.dot(a.astype(jnp.float32), b_transposed[...].astype(jnp.float32).T)

@@ -11,7 +11,8 @@ Decoding is bound by the rate at which keys and values arrive, so everything ser
   `O^T = V^T P^T`, while the few query rows of a group are the N side, which may be as narrow as 8.
   Tensor cores then spend nothing on padding a group to 64 rows, and a softmax is four numbers per
   thread and tile.
-* A context that several thread blocks share is merged by a second, small kernel (`decode_merge`).
+* A context that several thread blocks share is put together by the last of them
+  (`decode_mosaic_merge`); a second kernel would cost a fifth of a short call.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.decode_merge import merge_parts
 from pallas_kernels.decode_mosaic_stages import Problem, aligned, consume, produce
 from pallas_kernels.decode_plan import plan_decode
+from pallas_kernels.mosaic_registers import in_key_order
 from pallas_kernels.tuning import DecodeConfig, decode_config
 
 
@@ -55,9 +56,7 @@ def paged_decode_attention(
         config = decode_config("mosaic", q, kv_pool, block_tables)
     if plan is None:
         parts = config.parts(kv_heads)
-        planned = plan_decode(seq_lens, tile=config.tile, parts=parts, window=window)
-    else:
-        planned = plan
+        plan = plan_decode(seq_lens, tile=config.tile, parts=parts, window=window)
     problem = Problem(
         seqs=q.shape[0],
         q_heads=q.shape[1],
@@ -72,26 +71,25 @@ def paged_decode_attention(
         with_sinks=sinks is not None,
         with_scales=kv_scales is not None,
         with_lse=return_lse,
+        interpret=interpret is not None,
     )
-    call = _build(problem, q.dtype, compute, kv_pool.dtype, planned.shape[0], interpret)
-    out, lse, part, part_lse = call(
-        _padded_rows(q.astype(compute), problem),
+    call = _build(problem, q.dtype, compute, kv_pool.dtype, plan.shape[0], interpret)
+    rows = _padded_rows(q.astype(compute), problem)
+    if kv_scales is not None and interpret is None:
+        rows = in_key_order(rows)
+    out, lse, *_ = call(
+        rows,
         kv_pool.reshape(-1, problem.head_dim),
         block_tables,
         seq_lens,
-        planned,
-        *([] if sinks is None else [jnp.tile(sinks, 1 + -(-problem.columns // sinks.size))]),
+        plan,
+        # Counters of the pieces of shared contexts. The kernel leaves them as it finds them, so that
+        # one array of zeros, which XLA fills once a program, serves every call of it.
+        jnp.zeros((plan.shape[0], kv_heads), jnp.int32),
+        *([] if sinks is None else [_repeated(sinks, problem)]),
         *([] if kv_scales is None else [kv_scales]),
     )
-    out, lse = merge_parts(
-        out.reshape(q.shape),
-        lse.reshape(q.shape[:2]),
-        part,
-        part_lse,
-        planned,
-        sinks,
-        interpret=interpret is not None,
-    )
+    out, lse = out.reshape(q.shape), lse.reshape(q.shape[:2])
     return (out, lse) if return_lse else out
 
 
@@ -124,6 +122,14 @@ def _padded_rows(q: jax.Array, problem: Problem) -> jax.Array:
     return jnp.pad(q.reshape(rows, problem.head_dim), ((0, padded - rows), (0, 0)))
 
 
+def _repeated(sinks: jax.Array, problem: Problem) -> jax.Array:
+    """Sinks under each other, so that those of any group's copy begin at a multiple of 8.
+
+    The kernel loads two at once, which faults at odd places.
+    """
+    return jnp.tile(sinks, -(-(problem.sink_period + problem.columns) // problem.q_heads))
+
+
 def _build(
     problem: Problem, dtype: Any, compute: Any, kv_dtype: Any, parts: int, interpret: Any
 ) -> Any:
@@ -133,29 +139,27 @@ def _build(
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
     kv_tiled = (plgpu.TilingTransform((8, 128 // kv_dtype.itemsize)), plgpu.SwizzleTransform(128))
-    num_inputs = 5 + problem.with_sinks + problem.with_scales
-    # Where a tile is converted, if it has to be. Keys and values take turns: with one buffer a warp
-    # could overwrite what another still multiplies.
-    wide_shape = (2, problem.tile if problem.with_scales else 8, problem.head_dim)
+    num_inputs = 6 + problem.with_sinks + problem.with_scales
+    per_column = (2, parts, problem.kv_heads, columns)
+    piece = (*per_column[:3], problem.head_dim, columns)
 
     def body(*refs: Any) -> None:
-        q_ref, kv_ref, table_ref, len_ref, plan_ref, *more = refs[:num_inputs]
+        q_ref, kv_ref, table_ref, len_ref, plan_ref, counter_ref, *more = refs[:num_inputs]
         sink_ref = more[0] if problem.with_sinks else None
         scale_ref = more[-1] if problem.with_scales else None
-        out, lse, part, part_lse, q, k, v, p, wide, o, o_part, lse_row, *bars = refs[num_inputs:]
+        out, lse, acc, peak, total, q, k, v, p, o, lse_row, flag, *bars = refs[num_inputs:]
         q_bar, k_bar, v_bar, k_free, v_free = bars
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == 0)
         def _() -> None:
             sources = (q_ref, len_ref, plan_ref, sink_ref, scale_ref)
-            outputs = (out, lse, part, part_lse, o, o_part, lse_row)
+            outputs = (out, lse, o, lse_row, (acc, peak, total), counter_ref, flag)
             barriers = (q_bar, k_bar, v_bar, k_free, v_free)
-            consume(problem, sources, outputs, (q, k, v, p, wide), barriers)
+            consume(problem, sources, outputs, (q, k, v, p), barriers)
 
         @pl.when(warpgroup == 1)
         def _() -> None:
-            plgpu.set_max_registers(64, action="decrease")
             sources = (kv_ref, table_ref, len_ref, plan_ref)
             produce(problem, sources, (k, v), (k_bar, v_bar, k_free, v_free))
 
@@ -164,20 +168,18 @@ def _build(
         out_type=[
             jax.ShapeDtypeStruct((rows, problem.head_dim), dtype),
             jax.ShapeDtypeStruct((rows,), jnp.float32),
-            jax.ShapeDtypeStruct(
-                (2, parts, problem.kv_heads, columns, problem.head_dim), jnp.float32
-            ),
-            jax.ShapeDtypeStruct((2, parts, problem.kv_heads, columns), jnp.float32),
+            jax.ShapeDtypeStruct(piece, jnp.float32),
+            jax.ShapeDtypeStruct(per_column, jnp.float32),
+            jax.ShapeDtypeStruct(per_column, jnp.float32),
         ],
         scratch_types=[
             plgpu.SMEM((columns, problem.head_dim), compute, transforms=tiled),
             plgpu.SMEM(tile_shape, kv_dtype, transforms=kv_tiled),
             plgpu.SMEM(tile_shape, kv_dtype, transforms=kv_tiled),
             plgpu.SMEM((columns, problem.tile), compute, transforms=tiled),
-            plgpu.SMEM(wide_shape, compute, transforms=tiled),
             plgpu.SMEM((columns, problem.head_dim), dtype),
-            plgpu.SMEM((columns, problem.head_dim), jnp.float32),
             plgpu.SMEM((columns,), jnp.float32),
+            plgpu.SMEM((1,), jnp.int32),
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=problem.copies, num_barriers=problem.stages),
             plgpu.Barrier(num_arrivals=problem.copies, num_barriers=problem.stages),

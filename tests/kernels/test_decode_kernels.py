@@ -106,7 +106,8 @@ def mosaic_interpreter():
     [
         ({"group": 4, "dtype": jnp.bfloat16}, {"soft_cap": 3.0}),
         ({"group": 3, "dtype": jnp.float16, "block_size": 64}, {"window": 33}),
-        ({"group": 1, "dtype": jnp.bfloat16, "block_size": 32}, {"with_sinks": True}),
+        ({"group": 1, "dtype": jnp.bfloat16, "block_size": 32}, {}),
+        ({"group": 3, "kv_heads": 3, "dtype": jnp.bfloat16}, {"with_sinks": True}),
         ({"group": 8, "dtype": jnp.bfloat16, "block_size": 128}, {}),
         ({"head_dim": 128, "dtype": jnp.bfloat16, "kv_dtype": jnp.float8_e4m3fn}, {}),
     ],
@@ -124,6 +125,28 @@ def test_mosaic_decode_equals_dense_attention(shape, options):
     config = DecodeConfig(tile=64, stages=2, workers=6)
     out, lse = paged_decode_attention(*case.args(), config=config, interpret=interpreter, **given)
     check(out, lse, case, **options)
+
+
+@pytest.mark.parametrize(("kv_heads", "group"), [(3, 3), (1, 7), (4, 1), (8, 4), (5, 5)])
+def test_mosaic_loads_the_sinks_of_a_group_from_an_even_place(kv_heads, group):
+    """Loads of two at once fault at odd places, which no interpreter shows."""
+    pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
+    from pallas_kernels.decode_mosaic_stages import Problem, columns_of
+    from pallas_kernels.paged_decode_mosaic import _repeated
+
+    q_heads, columns = kv_heads * group, columns_of(group)
+    problem = Problem(
+        seqs=40, q_heads=q_heads, kv_heads=kv_heads, head_dim=64, block_size=16, tile=64, stages=2,
+        scale=1.0, window=None, soft_cap=None, with_sinks=True, with_scales=False, with_lse=False,
+    )  # fmt: skip
+    sinks = np.arange(q_heads)
+    repeated = np.asarray(_repeated(jnp.asarray(sinks), problem))
+    for row in range(0, problem.seqs * q_heads, group):
+        first = row // 8 * 8
+        place = first % problem.sink_period
+        assert place % 8 == 0
+        mine = repeated[place : place + columns][row - first : row - first + group]
+        np.testing.assert_array_equal(mine, sinks[np.arange(row, row + group) % q_heads])
 
 
 SHAPES = {

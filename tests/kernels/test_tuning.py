@@ -34,7 +34,7 @@ def test_an_impossible_configuration_is_refused(changes, message):
 @pytest.mark.parametrize("backend", ["mosaic", "triton"])
 def test_default_stages_fit_into_shared_memory(backend, itemsize, group, head_dim):
     config = default_decode_config(backend, group, head_dim, itemsize, 132)
-    fixed = mosaic_fixed_bytes(group, head_dim, itemsize, config.tile) if backend == "mosaic" else 0
+    fixed = mosaic_fixed_bytes(group, head_dim, config.tile) if backend == "mosaic" else 0
     assert config.stages * 2 * config.tile * head_dim * itemsize + fixed <= SMEM_BYTES
     assert config.stages >= 2
 

@@ -6,47 +6,55 @@ import numpy as np
 import pytest
 
 import pallas_kernels
+from pallas_kernels import api
+from pallas_kernels.interpret import lower_for_hopper
+from pallas_kernels.write_kv_triton import write_kv as write_kv_triton
+
+IMPLEMENTATIONS = ["xla", "reference", "triton"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*Pallas Triton.*:DeprecationWarning")
 
 
-def random_kv(seed, tokens, kv_heads=2, head_dim=8, dtype=jnp.float32):
+def write(implementation, pool, k, v, slots, kv_scales=None):
+    if implementation == "triton":
+        return write_kv_triton(pool, k, v, slots, kv_scales, interpret=True)
+    return pallas_kernels.write_kv(
+        pool, k, v, slots, kv_scales=kv_scales, implementation=implementation
+    )
+
+
+def random_kv(seed, tokens, kv_heads=2, head_dim=16, dtype=jnp.float32):
     x = np.random.default_rng(seed).normal(size=(2, tokens, kv_heads, head_dim))
     return jnp.asarray(x[0], dtype), jnp.asarray(x[1], dtype)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_only_the_named_slots_change(implementation, dtype):
     """KE20: padding goes to slot 0, and the last slot of the pool keeps its content."""
-    pool = jnp.asarray(np.random.default_rng(0).normal(size=(4, 2, 2, 16, 8)), dtype)
+    pool = jnp.asarray(np.random.default_rng(0).normal(size=(4, 2, 2, 16, 16)), dtype)
     k, v = random_kv(1, 6, dtype=dtype)
     slots = np.array([19, 40, 0, 16, 0, 63], np.int32)
     wanted = np.array(pool, np.float32)
     for t, slot in enumerate(slots):
         wanted[slot // 16, 0, :, slot % 16] = np.asarray(k[t], np.float32)
         wanted[slot // 16, 1, :, slot % 16] = np.asarray(v[t], np.float32)
-    got = pallas_kernels.write_kv(pool, k, v, jnp.asarray(slots), implementation=implementation)
+    got = write(implementation, pool, k, v, jnp.asarray(slots))
     got = np.asarray(got, np.float32)
     np.testing.assert_array_equal(got[1:], wanted[1:])
     np.testing.assert_array_equal(got[0, :, :, 1:], wanted[0, :, :, 1:])
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("dtype", "limit", "relative"), [(jnp.float8_e4m3fn, 448.0, 2**-4), (jnp.int8, 127.0, 2**-7)]
 )
 def test_a_quantized_pool_holds_scaled_and_clamped_values(implementation, dtype, limit, relative):
-    pool = jnp.zeros((3, 2, 2, 16, 8), dtype)
+    pool = jnp.zeros((3, 2, 2, 16, 16), dtype)
     k, v = random_kv(2, 3)
     k = k.at[0, 0, 0].set(1e6)  # would be NaN in float8 without a clamp
     scales = jnp.asarray([[0.02, 0.05], [0.03, 0.04]], jnp.float32)
-    got = pallas_kernels.write_kv(
-        pool,
-        k,
-        v,
-        jnp.asarray([16, 17, 47], jnp.int32),
-        kv_scales=scales,
-        implementation=implementation,
-    )
+    got = write(implementation, pool, k, v, jnp.asarray([16, 17, 47], jnp.int32), scales)
     stored = np.asarray(got.astype(jnp.float32))
     back = stored * np.asarray(scales)[None, :, :, None, None]
     clamped = np.clip(np.asarray(k), -np.inf, limit * np.asarray(scales[0])[None, :, None])
@@ -95,3 +103,46 @@ def test_blocks_beyond_int32_slots_are_refused():
     slots = jax.ShapeDtypeStruct((1,), jnp.int32)
     with pytest.raises(ValueError, match="int32"):
         jax.eval_shape(lambda *a: pallas_kernels.write_kv(*a), pool, new, new, slots)
+
+
+@pytest.mark.parametrize("kv_dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8])
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(3, 80), (12, 112), (40, 128)])
+def test_the_kernel_writes_what_xla_writes(kv_heads, head_dim, kv_dtype):
+    """KE10: heads and sizes that are no powers of two; rounding to the nearest, ties to even."""
+    k, v = random_kv(3, 5, kv_heads, head_dim, jnp.bfloat16)
+    scales = None if kv_dtype == jnp.bfloat16 else jnp.full((2, kv_heads), 2.0**-5)
+    pool = jnp.zeros((4, 2, kv_heads, 32, head_dim), kv_dtype)
+    slots = jnp.asarray([127, 32, 0, 77, 0], jnp.int32)
+    got, wanted = (write(name, pool, k, v, slots, scales) for name in ("triton", "xla"))
+    got, wanted = (np.asarray(x.astype(jnp.float32)) for x in (got, wanted))
+    np.testing.assert_array_equal(got[1:], wanted[1:])
+
+
+@pytest.mark.parametrize("kv_dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8])
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(8, 128), (3, 80)])
+def test_the_kernel_lowers_for_an_h200_and_aliases_the_pool(kv_heads, head_dim, kv_dtype):
+    struct = jax.ShapeDtypeStruct
+    scales = None if kv_dtype == jnp.bfloat16 else jnp.ones((2, kv_heads))
+    text = lower_for_hopper(
+        lambda *args: pallas_kernels.write_kv(*args, kv_scales=scales, implementation="triton"),
+        struct((4096, 2, kv_heads, 16, head_dim), kv_dtype),
+        struct((512, kv_heads, head_dim), jnp.bfloat16),
+        struct((512, kv_heads, head_dim), jnp.bfloat16),
+        struct((512,), jnp.int32),
+    )
+    assert "output_operand_alias" in text
+
+
+def test_on_a_gpu_few_rows_are_left_to_xla_and_many_go_to_the_kernel(monkeypatch):
+    monkeypatch.setattr(api, "_platform_implementations", lambda: ("mosaic", "triton", "xla"))
+    struct = jax.ShapeDtypeStruct
+
+    def uses_kernel(tokens, head_dim=64):
+        arrays = [struct((tokens, 8, head_dim), jnp.bfloat16)] * 2
+        pool = struct((64, 2, 8, 16, head_dim), jnp.bfloat16)
+        slots = struct((tokens,), jnp.int32)
+        return "pallas_call" in str(jax.make_jaxpr(pallas_kernels.write_kv)(pool, *arrays, slots))
+
+    assert not uses_kernel(tokens=8)
+    assert uses_kernel(tokens=32)
+    assert not uses_kernel(tokens=32, head_dim=72)  # which the kernel declines
