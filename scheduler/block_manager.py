@@ -47,7 +47,12 @@ class BlockManager:
 
     def __init__(self, config: SchedulerConfig) -> None:
         has_tiers = config.num_host_blocks > 0
-        self.pool = BlockPool(config.num_blocks, config.block_size, durable=has_tiers)
+        self.pool = BlockPool(
+            config.num_blocks,
+            config.block_size,
+            contiguous=config.contiguous_blocks,
+            durable=has_tiers,
+        )
         self.tiers: Tiers | None = None
         if has_tiers:
             self.tiers = Tiers(
@@ -190,7 +195,7 @@ class BlockManager:
             self._own(seq, tail)
         seq.tail_shared = False
         if needed:
-            self._append(seq, self.pool.take(needed))
+            self._append(seq, self.pool.take(needed, seq.blocks[-1]))
         return True
 
     def is_own(self, seq: Sequence, at: int) -> bool:
@@ -396,7 +401,7 @@ class BlockManager:
         if self.tiers is not None:
             self.tiers.hold(below)  # likewise
         seq.row = self._free_rows.pop()
-        new = iter(pool.take(num_new))
+        new = iter(pool.take(num_new, shared[-1] if shared else None))
         blocks: list[int] = []
         for part in content:
             if isinstance(part, HostBlock) and self.tiers is not None:
@@ -429,7 +434,7 @@ class BlockManager:
         if self.is_own(seq, at):
             return
         old = seq.blocks[at]
-        (new,) = self.pool.take(1)
+        (new,) = self.pool.take(1, seq.blocks[at - 1] if at else None)
         self._copies[new] = self._copies.get(old, old)  # the old one may be such a copy itself
         self.num_copied += 1
         if self.pool.num_owners(old) > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
+from scheduler.free_lists import BuddyFreeList, FreeList, StackFreeList
 from scheduler.prefix_index import PrefixIndex
 
 NULL_BLOCK = 0
@@ -25,6 +26,8 @@ class BlockPool:
     Args:
         num_blocks: blocks of the pool, the null block included.
         block_size: tokens per block.
+        contiguous: whether runs of neighbouring blocks are kept together and handed out together
+            (`BuddyFreeList`), or the blocks are handed out as they come (`StackFreeList`).
         durable: as for `PrefixIndex`.
 
     Attributes:
@@ -35,12 +38,15 @@ class BlockPool:
         ValueError: there is no block besides the null block.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, durable: bool = False) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, contiguous: bool = False, durable: bool = False
+    ) -> None:
         if num_blocks < 2:
             raise ValueError(f"a pool has at least 2 blocks, got {num_blocks=}")
         self.index = PrefixIndex(num_blocks, block_size, durable=durable)
         self._owners = [0] * num_blocks
-        self._blank = list(range(num_blocks - 1, NULL_BLOCK, -1))  # a stack: lowest ids first
+        free_list = BuddyFreeList if contiguous else StackFreeList
+        self._blank: FreeList = free_list(NULL_BLOCK + 1, num_blocks)
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.num_evicted = 0
 
@@ -69,27 +75,29 @@ class BlockPool:
         return self._owners[block]
 
     def free_blocks(self) -> list[int]:
-        """Free blocks, the next one to be handed out first."""
-        return [*reversed(self._blank), *self._cached]
+        """Free blocks, those without content before the others."""
+        return [*self._blank.blocks(), *self._cached]
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int, after: int | None = None) -> list[int]:
         """Hand out `count` blocks with one owner each, or none at all.
+
+        Args:
+            count: how many.
+            after: the block that they follow in a sequence, None if there is none.
 
         Raises:
             OutOfBlocks: fewer than `count` blocks are free; nothing has changed.
         """
         if count > self.num_free:
             raise OutOfBlocks(f"asked for {count} blocks, {self.num_free} are free")
-        blocks: list[int] = []
-        for _ in range(count):
-            if self._blank:
-                block = self._blank.pop()
-            else:
-                block, _ = self._cached.popitem(last=False)
-                self.index.discard(block)
-                self.num_evicted += 1
+        for _ in range(count - len(self._blank)):
+            block, _ = self._cached.popitem(last=False)
+            self.index.discard(block)
+            self._blank.give([block])
+            self.num_evicted += 1
+        blocks = self._blank.take(count, after)
+        for block in blocks:
             self._owners[block] = 1
-            blocks.append(block)
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -114,16 +122,18 @@ class BlockPool:
             owned = self._owners[block] if 0 <= block < len(self._owners) else 0
             if times > owned:
                 raise ValueError(f"block {block} released {times} times, it is owned {owned} times")
+        blank: list[int] = []
         for block, times in listed.items():
             self._owners[block] -= times
             if not self._owners[block]:
                 if block in self.index:
                     self._cached[block] = None
                 else:
-                    self._blank.append(block)
+                    blank.append(block)
+        self._blank.give(blank)
 
     def forget(self) -> None:
         """Drop all content from the index; owners keep their blocks."""
-        self._blank += self._cached
+        self._blank.give(self._cached)
         self._cached.clear()
         self.index.clear()

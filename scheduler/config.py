@@ -22,6 +22,8 @@ class SchedulerConfig:
         max_prefill_chunk: most tokens of one sequence in one step; None for no limit but the
             step's. Smaller chunks let the decodes of a mixed step finish sooner.
         prefix_caching: whether the keys and values of a prefix seen before are used again.
+        contiguous_blocks: whether free blocks are kept as runs and handed out as such
+            (`scheduler.free_lists`). Worth its time where blocks are copied in runs.
         window: how many latest positions a token sees, itself included, in every layer of the
             model; sequences give up blocks that have left it. None if a layer sees all.
         num_host_blocks: blocks of host memory that hold what leaves the pool; 0 for none.
@@ -41,6 +43,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 8192
     max_prefill_chunk: int | None = None
     prefix_caching: bool = True
+    contiguous_blocks: bool = False
     window: int | None = None
     num_host_blocks: int = 0
     num_disk_blocks: int = 0

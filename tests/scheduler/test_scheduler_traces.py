@@ -26,6 +26,7 @@ def random_config(rng: np.random.Generator) -> SchedulerConfig:
         max_model_len=int(rng.integers(2, 200)),
         max_prefill_chunk=None if rng.random() < 0.3 else int(rng.integers(1, 40)),
         prefix_caching=bool(rng.random() < 0.7),
+        contiguous_blocks=bool(rng.random() < 0.5),
         window=None if rng.random() < 0.7 else int(rng.integers(1, 120)),
     )
 
