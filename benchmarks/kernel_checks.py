@@ -21,7 +21,7 @@ import os
 import random
 import secrets
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -173,24 +173,22 @@ def check(backends: list[str], out: Path | None = None) -> bool:
     for backend, problem in itertools.product(backends, problems()):
         jobs.append((problem.name, check_one, (backend, problem)))
     with concurrent.futures.ThreadPoolExecutor(PROCESSES) as threads:
-        slices = [jobs[i::PROCESSES] for i in range(PROCESSES)]
-        run = functools.partial(run_jobs, out=out)
-        outcomes = [outcome for done in threads.map(run, slices) for outcome in done]
+        left = iter(jobs)  # each thread takes the next one
+        running = [threads.submit(run_jobs, left, out) for _ in range(PROCESSES)]
+        outcomes = [outcome for future in running for outcome in future.result()]
     passed = sum(outcome.get("passed") is True for outcome in outcomes)
     failed = sum(outcome.get("passed") is False for outcome in outcomes)
     print(f"CHECK: {passed} passed, {failed} failed, {len(outcomes) - passed - failed} declined")
     return failed == 0 and passed > 0
 
 
-def run_jobs(jobs: list[Job], out: Path | None = None) -> list[Figures]:
+def run_jobs(jobs: Iterator[Job], out: Path | None = None) -> list[Figures]:
     """Record jobs run in a process of their own, and in a new one after each that broke it."""
     outcomes: list[Figures] = []
-    left = list(jobs)
     spawn = multiprocessing.get_context("spawn")
-    while left:
+    while True:
         with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as process:
-            while left:
-                name, function, args = left.pop(0)
+            for name, function, args in jobs:
                 broke = False
                 try:
                     found = process.submit(function, *args).result()
@@ -206,7 +204,8 @@ def run_jobs(jobs: list[Job], out: Path | None = None) -> list[Figures]:
                 outcomes += found
                 if broke:
                     break
-    return outcomes
+            else:
+                return outcomes
 
 
 def check_one(backend: str, problem: Problem) -> list[Figures]:

@@ -1,6 +1,7 @@
 """The check that runs on a GPU: its problems cover what they claim, and it fails when it should."""
 
 import itertools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -73,3 +74,13 @@ def test_the_end_of_a_pool_is_written_and_read(monkeypatch):
 def test_problems_have_names_of_their_own():
     names = [problem.name for problem in kernel_checks.problems()]
     assert len(set(names)) == len(names)
+
+
+def test_a_job_that_ends_its_process_fails_alone(capsys):
+    jobs = [
+        ("ends", os._exit, (1,)),
+        ("declined", check_one, ("mosaic", SMALL["rows"])),
+    ]
+    outcomes = kernel_checks.run_jobs(iter(jobs))
+    assert [figures.get("passed") for figures in outcomes] == [False, None]
+    assert capsys.readouterr().out.count("kernel_check") == 2
