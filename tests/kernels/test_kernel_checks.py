@@ -83,4 +83,4 @@ def test_a_job_that_ends_its_process_fails_alone(capsys):
     ]
     outcomes = kernel_checks.run_jobs(iter(jobs))
     assert [figures.get("passed") for figures in outcomes] == [False, None]
-    assert capsys.readouterr().out.count("kernel_check") == 2
+    assert capsys.readouterr().out.count('"bench": "kernel_check"') == 2
