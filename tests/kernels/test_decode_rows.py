@@ -90,17 +90,27 @@ def test_the_number_of_workers_does_not_change_the_rows():
 
 
 @pytest.mark.parametrize(
-    ("rows", "heads"), [(2, (32, 8)), (8, (28, 4)), (4, (40, 40)), (8, (32, 1))]
+    ("rows", "heads", "head_dim", "kv_dtype"),
+    [
+        (2, (32, 8), 128, jnp.bfloat16),
+        (8, (28, 4), 128, jnp.float8_e4m3fn),
+        (4, (40, 40), 80, jnp.bfloat16),
+        (8, (32, 1), 96, jnp.int8),
+        (1, (16, 4), 112, jnp.int8),
+    ],
 )
-def test_real_shapes_lower_for_an_h200(rows, heads):
+def test_real_shapes_lower_for_an_h200(rows, heads, head_dim, kv_dtype):
+    """KE10: heads of 80, 96 and 112 columns."""
     struct = jax.ShapeDtypeStruct
+    scales = None if kv_dtype == jnp.bfloat16 else jnp.ones((2, heads[1]))
     text = lower_for_hopper(
         functools.partial(
-            pallas_kernels.paged_decode_attention, window=1000, implementation="triton"
+            pallas_kernels.paged_decode_attention, window=1000, kv_scales=scales,
+            implementation="triton",
         ),
-        struct((16, rows, heads[0], 128), jnp.bfloat16),
-        struct((4096, 2, heads[1], 16, 128), jnp.bfloat16),
+        struct((16, rows, heads[0], head_dim), jnp.bfloat16),
+        struct((4096, 2, heads[1], 16, head_dim), kv_dtype),
         struct((16, 64), jnp.int32),
         struct((16,), jnp.int32),
-    )
+    )  # fmt: skip
     assert text.count("custom_call") >= 2

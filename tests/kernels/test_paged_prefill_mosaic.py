@@ -86,6 +86,22 @@ def test_head_sizes_and_block_sizes(head_dim, block_size):
     check(case, config=dataclasses.replace(SMALL, separate_output=head_dim <= 128))
 
 
+def test_without_causality_every_row_sees_whole_tiles_of_keys():
+    case = dense_attention.make_case(
+        5, [128, 64], rows=[3, 10], kv_heads=1, group=2, dtype=jnp.bfloat16
+    )
+    out, lse = run(case, causal=False)
+    for s, rows in enumerate((slice(0, 3), slice(3, 13))):
+        for row in range(rows.start, rows.stop):  # as the last row of a sequence of its own
+            alone = dataclasses.replace(
+                case, q=case.q[row : row + 1], tables=case.tables[s : s + 1],
+                seq_lens=case.seq_lens[s : s + 1], rows=np.array([1], np.int32),
+            )  # fmt: skip
+            want, want_lse = dense_attention.dense(alone)
+            np.testing.assert_allclose(np.asarray(out[row], np.float64), want[0], atol=1e-2)
+            np.testing.assert_allclose(np.asarray(lse[row]), want_lse[0], atol=2e-5)
+
+
 def test_one_thread_block_of_many_has_work():
     case = dense_attention.make_case(
         4, [30], rows=[7], kv_heads=1, group=1, dtype=jnp.bfloat16, extra_tokens=1

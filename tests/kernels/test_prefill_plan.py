@@ -66,3 +66,12 @@ def test_the_list_is_long_enough_for_the_worst_split():
     start = np.arange(seqs + 1, dtype=np.int32)
     work = plan.plan_prefill(np.ones(seqs, np.int32), start, tokens=seqs + 3, tile_rows=128)
     assert work[0, plan.COUNT] == seqs + 1 <= len(work)
+
+
+def test_without_causality_every_row_sees_all_positions_of_its_sequence():
+    lens, start = np.array([256, 0, 128, 384], np.int32), np.array([0, 40, 80, 120, 160], np.int32)
+    work = plan.plan_prefill(lens, start, tokens=170, tile_rows=32, causal=False)
+    for tile in work[: work[0, plan.COUNT]]:
+        first, last = tile[plan.LOW] + tile[plan.OFFSET], tile[plan.HIGH] - 1 + tile[plan.OFFSET]
+        assert first >= tile[plan.SEQ_LEN] - 1
+        assert last < tile[plan.SEQ_LEN] + 40  # no further than its rows reach
