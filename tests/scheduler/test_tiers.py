@@ -1,0 +1,279 @@
+"""The books of the tiers below the pool: who is kept, who is forgotten, and in which order."""
+
+import numpy as np
+import pytest
+
+from scheduler import SchedulerConfig
+from scheduler.block_pool import BlockPool
+from scheduler.prefix_index import ROOT, key_digest
+from scheduler.tiers import HostBlock, Tiers
+from scheduler.transfers import FileDelete, FileRead, FileWrite, SwapCost
+from tests.support.drive import VOCAB, request
+from tests.support.tier_drive import TierDriver
+
+SIZE = 16
+
+
+class Books:
+    """A pool of 20 blocks with tiers; content is named by small numbers."""
+
+    def __init__(self, host, disk=0):
+        self.pool = BlockPool(20, SIZE, durable=True)
+        self.tiers = Tiers(self.pool.index, num_host_blocks=host, num_disk_blocks=disk)
+
+    def tokens(self, name):
+        return np.full(SIZE, name, np.int32).tobytes()
+
+    def key(self, name):
+        (key,) = self.pool.index.keys(self.tokens(name), None, b"")
+        return key
+
+    def fill(self, *names):
+        """Put content into the pool; the blocks."""
+        blocks = self.pool.take(len(names))
+        for block, name in zip(blocks, names, strict=True):
+            self.pool.index.add([block], ROOT, self.tokens(name))
+        return blocks
+
+    def drop(self, *names):
+        """Content enters the pool and leaves it again; what has to be moved for that."""
+        for block in self.fill(*names):
+            self.pool.index.discard(block)
+            self.pool.release([block])
+        return self.tiers.take()
+
+    def held(self):
+        """Names of what host memory offers."""
+        names = {self.key(name): name for name in range(100)}
+        return sorted(names[key] for key in self.tiers.host_contents())
+
+    def on_host(self, name):
+        (held,) = self.tiers.find([self.key(name)])
+        assert isinstance(held, HostBlock)
+        return held
+
+
+def test_what_the_pool_drops_is_stored_once():
+    books = Books(host=4)
+    transfers = books.drop(1, 2)
+    assert len(transfers.stores) == 2 and books.held() == [1, 2]
+    assert not books.drop(1, 2), "it is in host memory already"
+    books.tiers.check([])
+
+
+def test_the_least_recently_used_content_makes_room():
+    """BM16 for host memory: a hit counts as a use, and so does leaving the pool again."""
+    books = Books(host=3)
+    for name in (1, 2, 3):
+        books.drop(name)
+    books.tiers.hold([books.on_host(1)])
+    books.tiers.take()
+    books.drop(2)
+    books.drop(4)
+    assert books.held() == [1, 2, 4]
+    books.drop(5)
+    assert books.held() == [2, 4, 5]
+    books.tiers.check([])
+
+
+def test_a_slot_is_not_filled_twice_before_one_step():
+    """OF05, OF07: what is stored or loaded by a plan keeps its slot until that plan is made."""
+    books = Books(host=2)
+    blocks = books.fill(1, 2, 3, 4)
+    for block in blocks:
+        books.pool.index.discard(block)
+    transfers = books.tiers.take()
+    assert len(transfers.stores) == 2 == len(set(transfers.stores[:, 1].tolist()))
+    assert books.held() == [1, 2] and books.tiers.counts.not_stored == 2
+    books.tiers.hold([books.on_host(1), books.on_host(2)])
+    books.tiers.load(books.on_host(1), blocks[0])
+    books.tiers.load(books.on_host(2), blocks[1])
+    books.fill(5)
+    books.pool.index.discard(4)
+    assert not len(books.drop(6).stores)
+
+
+def test_saving_is_all_or_nothing():
+    """BM17 for host memory: what is there already is not evicted to make room for the rest."""
+    books = Books(host=4)
+    books.drop(1, 2, 3)
+    blocks = books.fill(1, 2, 8, 9, 10)
+    keys = [books.key(name) for name in (1, 2)]
+    assert books.tiers.save(blocks, keys) is None
+    assert books.held() == [1, 2, 3] and not books.tiers.take()
+    saved = books.tiers.save(blocks[:4], keys)
+    assert saved is not None
+    transfers = books.tiers.take()
+    assert transfers.stores[:, 0].tolist() == blocks[2:4]
+    assert books.held() == [1, 2], "3 made room"
+    books.drop(4, 5)
+    assert books.held() == [1, 2], "everything else is pinned"
+    books.tiers.check(saved)
+    books.tiers.release(saved)
+    books.tiers.check([])
+    assert books.tiers.num_host_available == 4 and books.held() == [1, 2]
+
+
+def test_null_blocks_are_not_saved():
+    books = Books(host=4)
+    books.drop(1)
+    blocks = books.fill(1, 2)
+    saved = books.tiers.save([0, *blocks], [books.key(1)])
+    assert saved is not None and saved[0] is None and None not in saved[1:]
+    books.tiers.check(saved[1:])
+
+
+def test_forgotten_content_is_not_found_but_saved_blocks_stay():
+    """BM26: other weights."""
+    books = Books(host=4, disk=4)
+    books.drop(1, 2)
+    blocks = books.fill(2, 3)
+    saved = books.tiers.save(blocks, [books.key(2)])
+    books.pool.forget()
+    books.tiers.forget()
+    assert books.held() == [] and books.tiers.take().forget_disk
+    books.tiers.check(saved)
+    slots = {held.slot for held in saved}
+    assert len(slots) == 2
+    for name in (5, 6):
+        books.drop(name)
+    assert not slots & set(books.tiers.host_contents().values())
+    books.tiers.release(saved)
+    assert books.tiers.num_host_available == 4
+
+
+def write(books, *names, ok=True):
+    """Content passes through host memory to the disk."""
+    for name in names:
+        operations = books.drop(name).files
+        for operation in operations:
+            if isinstance(operation, FileWrite):
+                books.tiers.tell_written(key_digest(operation.key), ok=ok)
+
+
+def test_what_host_memory_drops_is_written_once_and_read_again():
+    books = Books(host=1, disk=4)
+    write(books, 1, 2, 3)
+    assert books.held() == [3] and books.tiers.num_disk_used == 2
+    (coming,) = books.tiers.prefetch([books.key(1)])
+    assert coming.reading and books.tiers.find([books.key(1)]) == []
+    operations = books.tiers.take().files
+    assert operations == [FileWrite(books.key(3), 0), FileRead(books.key(1), 0)]
+    assert books.tiers.prefetch([books.key(1)]) == [coming], "it is read for both"
+    books.tiers.tell_read(coming.slot, ok=True)
+    assert books.held() == [1] and not coming.reading
+    assert not any(isinstance(op, FileWrite) and op.key == books.key(1) for op in
+                   books.drop(2).files), "its file is still there"  # fmt: skip
+    books.tiers.check([])
+
+
+def test_a_file_that_can_not_be_read_is_as_if_it_had_never_been():
+    books = Books(host=1, disk=4)
+    write(books, 1, 2)
+    (coming,) = books.tiers.prefetch([books.key(1)])
+    books.tiers.take()
+    books.tiers.tell_read(coming.slot, ok=False)
+    assert not coming.reading and books.held() == []
+    assert books.tiers.take().files == [FileDelete(key_digest(books.key(1)))]
+    assert books.tiers.prefetch([books.key(1)]) == []
+    assert books.tiers.num_host_available == 1
+    books.tiers.check([])
+
+
+def test_a_file_counts_only_once_it_is_written():
+    books = Books(host=1, disk=4)
+    books.drop(1)
+    books.drop(2)
+    assert books.tiers.prefetch([books.key(1)]) == []
+    books.tiers.tell_written(key_digest(books.key(1)), ok=False)
+    assert books.tiers.num_disk_used == 0
+    assert books.tiers.prefetch([books.key(1)]) == []
+
+
+def test_the_disk_holds_no_more_than_it_may():
+    books = Books(host=1, disk=2)
+    write(books, 1, 2, 3)
+    books.tiers.prefetch([books.key(1)])  # a use: 2 is the oldest now
+    (read,) = [op for op in books.tiers.take().files if isinstance(op, FileRead)]
+    books.tiers.tell_read(read.slot, ok=True)
+    books.tiers.tell_written(key_digest(books.key(3)), ok=True)
+    assert books.tiers.num_disk_used == 2
+    books.tiers.check([])
+
+
+def test_files_of_an_earlier_run_are_found_and_surplus_ones_deleted():
+    books = Books(host=2, disk=2)
+    names = [key_digest(books.key(name)) for name in (1, 2, 3)]
+    books.tiers.adopt(names)
+    assert books.tiers.take().files == [FileDelete(names[0])]
+    assert books.tiers.prefetch([books.key(1)]) == []
+    assert len(books.tiers.prefetch([books.key(3)])) == 1
+
+
+def test_swapping_costs_bytes_and_recomputing_tokens():
+    cost = SwapCost(
+        block_bytes=1000, store_bytes_per_s=1e6, load_bytes_per_s=2e6, prefill_tokens_per_s=1e4
+    )
+    assert cost.swap_s(4) == pytest.approx(0.006)
+    assert cost.recompute_s(60) == pytest.approx(0.006)
+
+
+def tier_driver(**options):
+    settings = dict(num_blocks=14, max_model_len=200, max_num_batched_tokens=64, num_host_blocks=60)
+    return TierDriver(SchedulerConfig(**{**settings, **options}))
+
+
+def prompt(seed, length):
+    return np.random.default_rng(seed).integers(VOCAB, size=length).tolist()
+
+
+def test_a_preempted_request_keeps_its_tokens_while_others_use_its_blocks():
+    """OF07: its blocks are another's in the very next step."""
+    driver = tier_driver(preemption="swap")
+    driver.add(*[request(f"r{i}", prompt(i, 60), 60) for i in range(5)])
+    driver.run()
+    driver.verify()
+    counts = driver.tiers.counts
+    assert driver.scheduler.num_swaps == driver.scheduler.num_preemptions > 2
+    assert counts.swapped_in == counts.swapped_out > 0
+    computed = sum(plan.num_tokens for plan in driver.plans)
+    assert computed == sum(60 + len(driver.outputs[s]) - 1 for s in driver.outputs), (
+        "a token was computed twice"
+    )
+
+
+def test_swapping_falls_back_to_recomputing_when_host_memory_is_full():
+    driver = tier_driver(preemption="swap", num_host_blocks=3)
+    driver.add(*[request(f"r{i}", prompt(i, 60), 60) for i in range(5)])
+    driver.run()
+    driver.verify()
+    assert driver.scheduler.num_preemptions > driver.scheduler.num_swaps
+
+
+def test_a_request_waits_for_its_file_while_younger_ones_are_served():
+    driver = tier_driver(num_host_blocks=4, num_disk_blocks=100)
+    for seed in range(4):
+        driver.add(request(f"warm{seed}", prompt(seed, 150), 2))
+        driver.run()
+    driver.disk.delays = 1.0  # from now on the disk stands still
+    old, young = driver.add(request("old", prompt(0, 150), 2), request("young", prompt(9, 20), 30))
+    for _ in range(9):
+        driver.step()
+    assert driver.outputs[old] == [] and len(driver.outputs[young]) > 5
+    driver.disk.delays = 0.0
+    driver.run()
+    driver.verify()
+    assert driver.tiers.counts.disk_hits > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(num_host_blocks=-1), "num_host_blocks must not be negative, got -1"),
+        (dict(num_disk_blocks=5), "5 blocks on a disk need host memory"),
+        (dict(preemption="drop"), "preemption must be one of .*'drop'"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        SchedulerConfig(num_blocks=10, max_model_len=100, **options)
