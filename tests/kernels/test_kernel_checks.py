@@ -84,3 +84,8 @@ def test_a_job_that_ends_its_process_fails_alone(capsys):
     outcomes = kernel_checks.run_jobs(iter(jobs))
     assert [figures.get("passed") for figures in outcomes] == [False, None]
     assert capsys.readouterr().out.count('"bench": "kernel_check"') == 2
+
+
+def test_the_control_of_the_poison_finds_nan_where_a_kernel_writes_nothing():
+    (figures,) = kernel_checks.check_poison(interpret=True)  # the interpreter's memory is NaN, too
+    assert figures == {"case": "poison", "implementation": "triton", "passed": True}
