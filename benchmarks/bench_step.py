@@ -38,6 +38,7 @@ from benchmarks.record import record
 from benchmarks.shapes import SHAPES, StepBytes, random_model
 from pagedjax import EngineConfig
 from pagedjax.engine.batch import pack_inputs
+from pagedjax.engine.block_tables import TableChanges, TableMirror
 from pagedjax.engine.buckets import Bucket
 from pagedjax.engine.compilation_cache import enable_compilation_cache
 from pagedjax.engine.kv_pool import KVPool, KVSpec
@@ -137,10 +138,12 @@ def step_launcher(
     plan = decode_plan(case, num_blocks=num_blocks, **sizes)
     bucket = Bucket(case.batch, case.batch, decode=True)
     layout = runner.layout(bucket)
+    rows, edits = TableMirror(case.batch, max_blocks, block_size).changes(plan)
+    runner.edit_tables(edits, leave=0)
+    tables = TableChanges(rows, edits[:0])
 
     def launch() -> SampleOutputs:
-        packed = pack_inputs(plan, layout, block_size=block_size)
-        return runner.launch(bucket, packed, sampling=None)
+        return runner.launch(bucket, pack_inputs(plan, layout, tables), sampling=None)
 
     return launch
 

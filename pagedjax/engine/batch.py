@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pagedjax.engine.block_tables import TableChanges, padded_edits
 from pagedjax.engine.requests import PromptTarget
 from pagedjax.engine.sampling_records import NO_ID
 from pagedjax.engine.step_inputs import DRAWN, UNREPORTED, SamplingLayout, StepLayout
@@ -17,29 +18,25 @@ def sampled_positions(plan: StepPlan) -> np.ndarray:
     return plan.positions()[plan.sample_rows()] + 1
 
 
-def pack_inputs(plan: StepPlan, layout: StepLayout, *, block_size: int) -> np.ndarray:
+def pack_inputs(plan: StepPlan, layout: StepLayout, tables: TableChanges) -> np.ndarray:
     """What a step computes, as a fresh sealed vector; never written again: the device may alias it.
 
     Args:
         plan: what to compute.
         layout: the bucket's layout; its bucket holds the plan.
-        block_size: tokens per block.
+        tables: where the block tables are, and at most `layout.max_edits` changes of them.
     """
     packed = np.zeros(layout.size, np.int32)
     view = layout.views(packed)
-    tokens, seqs, rows = plan.num_tokens, len(plan.seqs), plan.num_samples
-    query_start = plan.query_start()
-
-    view["token_ids"][:tokens] = plan.token_ids
-    view["feed_rows"][:] = -1
-    view["feed_rows"][query_start[1:] - 1] = plan.feed_rows
-    view["positions"][:tokens] = plan.positions()
-    view["slot_mapping"][:tokens] = plan.slot_mapping(block_size)
-    view["block_tables"][:seqs] = plan.block_tables
-    view["seq_lens"][:seqs] = plan.seq_lens()
-    view["query_start"][: seqs + 1] = query_start
-    view["query_start"][seqs + 1 :] = tokens  # padding sequences own no token
-    view["sample_rows"][:rows] = plan.sample_rows()
+    seqs = len(plan.seqs)
+    view["token_ids"][: plan.num_tokens] = plan.token_ids
+    view["table_rows"][:seqs] = tables.rows
+    view["table_edits"][:] = padded_edits(tables.edits, layout.max_edits)
+    view["starts"][:seqs] = plan.starts
+    view["feed_rows"][:seqs] = plan.feed_rows
+    view["query_start"][: seqs + 1] = plan.query_start()
+    view["query_start"][seqs + 1 :] = plan.num_tokens  # padding sequences own no token
+    view["sample_rows"][: plan.num_samples] = plan.sample_rows()
     return layout.sealed(packed)
 
 

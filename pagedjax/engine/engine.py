@@ -14,6 +14,7 @@ import numpy as np
 from pagedjax.config import EngineConfig
 from pagedjax.engine.batch import pack_inputs, pack_sampling, sampled_positions
 from pagedjax.engine.beam_search import BeamSearch, num_candidates
+from pagedjax.engine.block_tables import TableMirror
 from pagedjax.engine.compilation_cache import enable_compilation_cache
 from pagedjax.engine.in_flight import Done, InFlight
 from pagedjax.engine.kv_pool import blocks_that_fit, kv_spec
@@ -95,6 +96,8 @@ class Engine:
             max_blocks_per_seq=self._scheduler.config.max_blocks_per_seq,
             kv_scales=kv_scales,
         )
+        sizes = self._scheduler.config
+        self._tables = TableMirror(sizes.max_num_seqs, sizes.max_blocks_per_seq, sizes.block_size)
         self._records = SamplingRecords()
         self._live: dict[str, LiveRequest] = {}
         self._by_key: dict[str, tuple[LiveRequest, Completion]] = {}
@@ -342,7 +345,10 @@ class Engine:
         ]
         bucket = self._runner.buckets.fit(tokens=plan.num_tokens, seqs=len(plan.seqs))
         layout = self._runner.layout(bucket)
-        packed = pack_inputs(plan, layout, block_size=self.config.block_size)
+        tables = self._tables.changes(plan)
+        rest = self._runner.edit_tables(tables.edits, leave=layout.max_edits)
+        tables = tables._replace(edits=rest)
+        packed = pack_inputs(plan, layout, tables)
         sampling = None
         if not records["plain"].all():
             rows = SamplingLayout(bucket.seqs)

@@ -15,6 +15,7 @@ import numpy as np
 
 from pagedjax.config import EngineConfig
 from pagedjax.engine.block_copies import BlockCopier
+from pagedjax.engine.block_tables import edit_tables, padded_edits
 from pagedjax.engine.buckets import Bucket, Buckets
 from pagedjax.engine.kv_pool import KVPool, KVSpec
 from pagedjax.engine.kv_scales import KVScales
@@ -26,6 +27,11 @@ from pagedjax.models.params import Params
 
 # From so many tokens on, cuBLAS is as fast as anything XLA could generate and choose from.
 _LIBRARY_MATMUL_TOKENS = 256
+
+
+# Changes of the block tables in one call of their own: 48 KiB. The driver takes up to 64 KiB from
+# ordinary memory at once; for more it makes the host wait until the device has come to the copy.
+_EDITS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +79,6 @@ class ModelRunner:
         self._arch = arch
         self._spec = spec
         self._config = config
-        self._max_blocks = max_blocks_per_seq
         device = next(iter(self._params["embed.table"].devices()))
         self._platform: str = device.platform
         self._pool: KVPool = spec.create(device)
@@ -86,6 +91,10 @@ class ModelRunner:
         if kv_scales is not None:
             self.set_kv_scales(kv_scales)
         self._drawn = jnp.zeros((config.max_num_seqs,), jnp.int32, device=device)
+        self._tables = jnp.zeros(
+            (config.max_num_seqs, max_blocks_per_seq), jnp.int32, device=device
+        )
+        self._edit_tables: Any = None
         self._compiled: dict[Bucket | Draw, Any] = {}
         self._warm = False
 
@@ -101,7 +110,7 @@ class ModelRunner:
 
     def layout(self, bucket: Bucket) -> StepLayout:
         """How a bucket's inputs are packed."""
-        return StepLayout(bucket, self._max_blocks)
+        return StepLayout(bucket, self._spec.block_size)
 
     def swap_params(self, params: Params) -> None:
         """Launch the following steps with other arrays.
@@ -138,13 +147,14 @@ class ModelRunner:
                 if progress is not None:
                     progress(done, len(missing))
             list(threads.map(self._copier.compile, self._copier.sizes))
+        self._compile_edits()
         self._warm = True
 
     def compile(self, key: Bucket | Draw) -> Any:
         """Compile one step or redraw for the shapes at hand and their device.
 
-        The pool is donated, and so are the drawn tokens: what keeps its address from launch to
-        launch does not make the driver update the captured CUDA graph.
+        The pool is donated, and so are the drawn tokens and the block tables: what keeps its
+        address from launch to launch does not make the driver update the captured CUDA graph.
         """
         return self._compile_draw(key) if isinstance(key, Draw) else self._compile_step(key)
 
@@ -155,26 +165,30 @@ class ModelRunner:
             params: Params,
             pool: KVPool,
             drawn: jax.Array,
+            tables: jax.Array,
             packed: jax.Array,
             kv_scales: list[KVScales] | None,
         ):
-            return run_step(
+            inputs, tables = layout.unpack(packed, tables)
+            pool, drawn, logits, outputs = run_step(
                 self._arch,
                 params,
                 pool,
                 drawn,
-                layout.unpack(packed),
+                inputs,
                 decode=bucket.decode,
                 kv_scales=kv_scales,
                 implementation=self._config.implementation,  # type: ignore[arg-type]
             )
+            return pool, drawn, tables, logits, outputs
 
         abstract = self._abstract
         pool = [abstract(self._spec.layer_shape, self._spec.dtype)] * self._spec.layers
-        traced = jax.jit(step, donate_argnums=(1, 2)).lower(
+        traced = jax.jit(step, donate_argnums=(1, 2, 3)).lower(
             {name: abstract(x.shape, x.dtype) for name, x in self._params.items()},
             pool,
             abstract(self._drawn.shape, np.int32),
+            abstract(self._tables.shape, np.int32),
             abstract((layout.size,), np.int32),
             jax.tree.map(lambda x: abstract(x.shape, x.dtype), self._kv_scales),
         )
@@ -234,6 +248,29 @@ class ModelRunner:
             self.compiles_after_warmup += self._warm
         self._pool = self._copier(self._pool, copies)
 
+    def edit_tables(self, edits: np.ndarray, *, leave: int) -> np.ndarray:
+        """Change the block tables on the device, as far as the next step has no room for it.
+
+        Args:
+            edits: int32[edits, 3], as `TableChanges.edits`.
+            leave: how many of them the next step takes.
+
+        Returns:
+            Those that are left to it.
+        """
+        while len(edits) > leave:
+            if self._edit_tables is None:
+                self.compiles_after_warmup += self._warm
+                self._compile_edits()
+            now, edits = edits[:_EDITS], edits[_EDITS:]
+            self._tables = self._edit_tables(self._tables, padded_edits(now, _EDITS))
+        return edits
+
+    def _compile_edits(self) -> None:
+        tables = self._abstract(self._tables.shape, np.int32)
+        edits = self._abstract((_EDITS, 3), np.int32)
+        self._edit_tables = jax.jit(edit_tables, donate_argnums=(0,)).lower(tables, edits).compile()
+
     def launch(
         self, bucket: Bucket, packed: np.ndarray, sampling: np.ndarray | None, *, full: bool = False
     ) -> SampleOutputs:
@@ -252,8 +289,8 @@ class ModelRunner:
         Returns:
             Arrays on their way to the host.
         """
-        self._pool, self._drawn, logits, outputs = self._code(bucket)(
-            self._params, self._pool, self._drawn, packed, self._kv_scales
+        self._pool, self._drawn, self._tables, logits, outputs = self._code(bucket)(
+            self._params, self._pool, self._drawn, self._tables, packed, self._kv_scales
         )
         if sampling is not None:
             draw = self._code(Draw(bucket.seqs, full))
