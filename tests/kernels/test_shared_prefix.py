@@ -149,4 +149,5 @@ def test_real_shapes_lower_for_an_h200(implementation, seqs, heads, dtype):
         struct((seqs,), jnp.int32),
         struct((), jnp.int32),
     )
-    assert text.count("custom_call") >= 3  # prefill, decode and its merge
+    calls = {"triton": 3, "mosaic": 2}  # prefill and decode; Triton's merge is a kernel of its own
+    assert text.count("custom_call @") >= calls[implementation]
