@@ -22,12 +22,9 @@ from pagedjax.engine.kv_scales import KVScales
 from pagedjax.engine.sampler import SampleOutputs
 from pagedjax.engine.step import redraw, run_step
 from pagedjax.engine.step_inputs import SamplingLayout, StepLayout
+from pagedjax.layers.linear import MANY_TOKENS
 from pagedjax.models.arch import ArchConfig
 from pagedjax.models.params import Params
-
-# From so many tokens on, cuBLAS is as fast as anything XLA could generate and choose from.
-_LIBRARY_MATMUL_TOKENS = 256
-
 
 # Changes of the block tables in one call of their own: 48 KiB. The driver takes up to 64 KiB from
 # ordinary memory at once; for more it makes the host wait until the device has come to the copy.
@@ -314,7 +311,7 @@ def _compiler_options(platform: str, rows: int) -> dict[str, Any] | None:
         return {"xla_llvm_disable_expensive_passes": True}
     # Candidates are timed on the device, by one thread at a time: measure them, do not check them.
     options: dict[str, Any] = {"xla_gpu_autotune_level": 2}
-    if rows >= _LIBRARY_MATMUL_TOKENS:
+    if rows >= MANY_TOKENS:  # cuBLAS is as fast as anything XLA could generate and choose from
         options["xla_gpu_enable_triton_gemm"] = False
     return options
 
