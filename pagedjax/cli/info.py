@@ -77,27 +77,35 @@ def architecture(arch: ArchConfig) -> dict[str, Any]:
 
 
 def capacity(arch: ArchConfig, config: EngineConfig) -> dict[str, Any]:
-    """What an engine with these options would hold on this machine's first device."""
+    """The plan of an engine with these options for the memory of this machine's first device."""
     import jax
 
+    from pagedjax.engine.compilation_cache import enable_compilation_cache
     from pagedjax.engine.kv_pool import blocks_that_fit, kv_spec
+    from pagedjax.engine.step_memory import planned_step_bytes
     from pagedjax.frontend import weights_dtype
 
     device = jax.devices()[0]
     config = config.resolved(platform=device.platform, max_positions=arch.max_positions)
     dtype = jax.numpy.dtype(weights_dtype(config.dtype) or "bfloat16")
+    weights = architecture(arch)["parameters"] * dtype.itemsize
+    enable_compilation_cache()
+    step_bytes = planned_step_bytes(arch, config, dtype=dtype, device=device)
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats is not None and config.memory_fraction is not None:
         # The engine finds the weights on the device; here they still have to be counted.
-        weights = architecture(arch)["parameters"] * dtype.itemsize
         share = config.memory_fraction - weights / stats["bytes_limit"]
         if share <= 0:
             raise ValueError(f"weights of {weights:,} bytes do not fit the device's memory")
         config = dataclasses.replace(config, memory_fraction=share)
-    blocks = blocks_that_fit(arch, config, dtype=dtype, device=device)
+    blocks = blocks_that_fit(
+        arch, config, dtype=dtype, device=device, step_bytes=lambda: step_bytes
+    )
     spec = kv_spec(arch, config, num_blocks=blocks, dtype=dtype)
     return {
         "device": f"{device.platform}, {device.device_kind}",
+        "weight_bytes": weights,
+        "step_bytes": step_bytes,
         "kv_dtype": spec.dtype.name,
         "kv_bytes_per_token": spec.block_bytes // spec.block_size,
         "kv_blocks": blocks - 1,

@@ -28,6 +28,7 @@ from pagedjax.engine.sampling_records import SamplingRecords
 from pagedjax.engine.scheduler_options import scheduler_config
 from pagedjax.engine.stats import EngineStats
 from pagedjax.engine.step_inputs import SamplingLayout
+from pagedjax.engine.step_memory import planned_step_bytes
 from pagedjax.models.params import Params
 from pagedjax.outputs import RequestOutput, Timings
 from pagedjax.sampling_params import BeamSearchParams, SamplingParams
@@ -72,7 +73,13 @@ class Engine:
         table = model.params["embed.table"]
         device = next(iter(table.devices()))
         config = config.resolved(platform=device.platform, max_positions=arch.max_positions)
-        num_blocks = blocks_that_fit(arch, config, dtype=table.dtype, device=device)
+        num_blocks = blocks_that_fit(
+            arch,
+            config,
+            dtype=table.dtype,
+            device=device,
+            step_bytes=lambda: planned_step_bytes(arch, config, dtype=table.dtype, device=device),
+        )
         self.config = dataclasses.replace(config, num_blocks=num_blocks)
         self.arch = arch
         self.tokenizer = tokenizer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,11 +92,18 @@ def kv_spec(arch: ArchConfig, config: EngineConfig, *, num_blocks: int, dtype: n
     )
 
 
-def blocks_that_fit(arch: ArchConfig, config: EngineConfig, *, dtype: np.dtype, device: Any) -> int:
+def blocks_that_fit(
+    arch: ArchConfig,
+    config: EngineConfig,
+    *,
+    dtype: np.dtype,
+    device: Any,
+    step_bytes: Callable[[], int],
+) -> int:
     """Size of the pool in blocks: given, or what the memory fraction leaves.
 
     On a GPU the fraction covers everything this process holds, the weights that are there already
-    and a step's activations included. The pool never exceeds what `max_num_seqs` sequences of
+    and what steps need besides included. The pool never exceeds what `max_num_seqs` sequences of
     `max_model_len` tokens can use.
 
     Args:
@@ -104,6 +111,7 @@ def blocks_that_fit(arch: ArchConfig, config: EngineConfig, *, dtype: np.dtype, 
         config: resolved options.
         dtype: of the weights.
         device: the `jax.Device` where the pool will be.
+        step_bytes: memory that steps need besides weights and pool, asked for only on a GPU.
 
     Raises:
         ValueError: not even one block of data fits.
@@ -111,7 +119,7 @@ def blocks_that_fit(arch: ArchConfig, config: EngineConfig, *, dtype: np.dtype, 
     if config.num_blocks is not None:
         return config.num_blocks
     assert config.max_model_len and config.max_num_seqs and config.memory_fraction
-    budget = _memory_budget(arch, config, dtype=dtype, device=device)
+    budget = _memory_budget(config, device, step_bytes)
     if config.host_cache_bytes and device.platform != "cpu":
         budget -= TRANSFER_BYTES
     block_bytes = kv_spec(arch, config, num_blocks=1, dtype=dtype).block_bytes
@@ -125,13 +133,12 @@ def blocks_that_fit(arch: ArchConfig, config: EngineConfig, *, dtype: np.dtype, 
     return fitting
 
 
-def _memory_budget(arch: ArchConfig, config: EngineConfig, *, dtype: np.dtype, device: Any) -> int:
+def _memory_budget(config: EngineConfig, device: Any, step_bytes: Callable[[], int]) -> int:
     fraction = config.memory_fraction or 0.0
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats is None:
         return int(host_memory_bytes() * fraction)
-    activations = step_activation_bytes(arch, config, dtype=dtype)
-    return int(stats["bytes_limit"] * fraction) - stats["bytes_in_use"] - activations
+    return int(stats["bytes_limit"] * fraction) - stats["bytes_in_use"] - step_bytes()
 
 
 def host_memory_bytes(limits: Sequence[Path] = CONTAINER_LIMITS) -> int:
@@ -143,16 +150,3 @@ def host_memory_bytes(limits: Sequence[Path] = CONTAINER_LIMITS) -> int:
     found = [path.read_text().strip() for path in limits if path.is_file()]
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([machine, *(int(limit) for limit in found if limit != "max")])
-
-
-def step_activation_bytes(arch: ArchConfig, config: EngineConfig, *, dtype: np.dtype) -> int:
-    """Upper estimate of a step's temporary memory, in bytes.
-
-    Per token, a layer holds the residual stream twice, the fused qkv, the attention output in
-    float32 and the MLP's gate, up and product; per sampled row, float32 logits four times
-    (raw, processed, noise, a sorted or masked copy).
-    """
-    heads = arch.kv_heads * (arch.group + 2) + 2 * arch.q_heads
-    per_token = (2 * arch.embed + heads * arch.head_dim + 3 * arch.mlp) * max(dtype.itemsize, 4)
-    assert config.max_num_batched_tokens and config.max_num_seqs
-    return config.max_num_batched_tokens * per_token + config.max_num_seqs * arch.vocab * 16

@@ -44,7 +44,8 @@ class ModelRunner:
 
     Args:
         arch: the model.
-        params: its parameters; the device they are on runs everything.
+        params: its parameters; the device they are on runs everything. Abstract ones will do for
+            compiling alone.
         spec: shape of the KV pool, which is created here.
         config: resolved options.
         max_blocks_per_seq: columns of a block table.
@@ -76,7 +77,7 @@ class ModelRunner:
         self._arch = arch
         self._spec = spec
         self._config = config
-        device = next(iter(self._params["embed.table"].devices()))
+        device = next(iter(self._params["embed.table"].sharding.device_set))
         self._platform: str = device.platform
         self._pool: KVPool = spec.create(device)
         self.abstract_pool: Any = jax.tree.map(

@@ -131,7 +131,10 @@ def test_a_compressed_pool_holds_twice_the_tokens_in_the_same_bytes(kv_cache_dty
                 kv_cache_dtype=name, memory_fraction=0.001, max_num_seqs=1 << 20
             ).resolved(platform="cpu", max_positions=256)
             dtype = np.dtype(ml_dtypes.bfloat16)
-            blocks.append(blocks_that_fit(arch, config, dtype=dtype, device=jax.devices()[0]))
+            device = jax.devices()[0]
+            blocks.append(
+                blocks_that_fit(arch, config, dtype=dtype, device=device, step_bytes=lambda: 0)
+            )
             spec = kv_spec(arch, config, num_blocks=3, dtype=dtype)
             arrays = spec.create(jax.devices()[0])
             assert sum(array.nbytes for array in arrays) == 3 * spec.block_bytes

@@ -72,11 +72,17 @@ def test_a_step_gets_the_smallest_bucket_that_holds_it():
         buckets.fit(tokens=101, seqs=2)
 
 
+def no_steps():
+    raise AssertionError("a CPU's fraction is for the pool alone: nothing is compiled for its size")
+
+
 def test_the_pool_never_exceeds_what_the_sequences_can_use():
     config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=32)
     config = config.resolved(platform="cpu", max_positions=256)
     device = jax.devices()[0]
-    fit = blocks_that_fit(tiny_arch(), config, dtype=np.dtype(np.float32), device=device)
+    fit = blocks_that_fit(
+        tiny_arch(), config, dtype=np.dtype(np.float32), device=device, step_bytes=no_steps
+    )
     assert fit == 1 + 4 * 16
 
 
@@ -102,7 +108,13 @@ def test_a_containers_memory_limit_counts_as_the_machines_memory(tmp_path, texts
 def test_a_memory_fraction_that_leaves_no_block_is_refused():
     config = EngineConfig(memory_fraction=1e-9).resolved(platform="cpu", max_positions=256)
     with pytest.raises(ValueError, match="at least 2 blocks"):
-        blocks_that_fit(tiny_arch(), config, dtype=np.dtype(np.float32), device=jax.devices()[0])
+        blocks_that_fit(
+            tiny_arch(),
+            config,
+            dtype=np.dtype(np.float32),
+            device=jax.devices()[0],
+            step_bytes=no_steps,
+        )
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,9 @@ from typer.testing import CliRunner
 from pagedjax.cli import app
 from pagedjax.cli.jsonl import json_line
 from pagedjax.cli.terminal import LiveAnswers, OrderedAnswers
-from pagedjax.config import EngineConfig
-from pagedjax.engine.kv_pool import step_activation_bytes
 from pagedjax.engine.kv_scales import calibrate, scales_for
 from pagedjax.llm import LLM
-from pagedjax.loading import load_model, read_arch
+from pagedjax.loading import load_model
 from pagedjax.outputs import CompletionOutput, RequestOutput, Timings, TokenLogprobs
 from pagedjax.tokenizer import Tokenizer
 from tests.support.echo_engine import EchoEngine
@@ -251,6 +249,8 @@ def test_info_states_architecture_parameters_and_what_fits(tiny_hf, tiny_native)
     # 2 layers, keys and values, 2 heads of 24 numbers, 4 bytes each
     assert facts["kv_bytes_per_token"] == 2 * 2 * 2 * 24 * 4
     assert facts["tokens_that_fit"] == facts["kv_blocks"] * 16
+    assert facts["weight_bytes"] == 4 * facts["parameters"]
+    assert facts["step_bytes"] > 0
     shown = pagedjax("info", str(tiny_native))
     assert f"parameters          {facts['parameters']:,}" in shown.stdout
 
@@ -264,14 +264,15 @@ def test_info_on_a_gpu_leaves_room_for_the_weights(tiny_native, monkeypatch):
         def memory_stats(self):
             return {"bytes_limit": 24_000_000, "bytes_in_use": 0}
 
+    monkeypatch.setattr(
+        "pagedjax.engine.step_memory.planned_step_bytes", lambda *_, **__: 9_000_000
+    )
     monkeypatch.setattr("jax.devices", lambda: [Gpu()])
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
     arguments = ["info", str(tiny_native), "--json", "--dtype", "bfloat16"]
     facts = strict_json(pagedjax(*arguments).stdout)
-    arch = read_arch(tiny_native)
-    config = EngineConfig().resolved(platform="gpu", max_positions=arch.max_positions)
-    activations = step_activation_bytes(arch, config, dtype=np.dtype(np.float16))
-    left = 0.9 * 24_000_000 - 2 * facts["parameters"] - activations
+    left = 0.9 * 24_000_000 - 2 * facts["parameters"] - 9_000_000
+    assert (facts["weight_bytes"], facts["step_bytes"]) == (2 * facts["parameters"], 9_000_000)
     assert facts["device"] == "gpu, Test GPU"
     assert facts["kv_bytes_per_token"] == 2 * 2 * 2 * 24 * 2
     assert facts["kv_blocks"] + 1 == left // (16 * facts["kv_bytes_per_token"])
