@@ -1,4 +1,4 @@
-"""Merge of the partial results of contexts that several workers shared.
+"""Merge of the partial results of contexts that several workers of the Triton kernel shared.
 
 A partial result is normalised, with the base-2 logarithm of its softmax denominator; partial
 results are weighted by their share of the sum of all denominators.
@@ -34,13 +34,10 @@ def merge_parts(
     """Fill in the rows of `out` and `lse` that the decode kernel left to the merge, in place.
 
     Args:
-        out: `[seqs, queries, q_heads, head_dim]`, or without the axis of `queries` if there is one,
-            finished but for the contexts that `plan` names.
+        out: `[seqs, queries, q_heads, head_dim]`, finished but for the contexts that `plan` names.
         lse: float32 `[seqs, queries, q_heads]`, natural logarithm, likewise.
         part: float32 `[2, parts, kv_heads, rows, head_dim]`; index 0 for the piece that begins a
             context, 1 for a later one. The rows are the heads of the group for each query in turn.
-            If there are more rows than these, a group begins at row
-            `(index of its first head in the batch) % 8`.
         part_lse: float32 `[2, parts, kv_heads, rows]`, base 2.
         plan: see `decode_plan`.
         sinks: float32 `[q_heads]` or None.
@@ -51,25 +48,22 @@ def merge_parts(
     """
     whole = pl.BlockSpec(memory_space=pl.ANY)
     extras = [] if sinks is None else [sinks]
-    parts, kv_heads = part.shape[1:3]
-    q_heads = lse.shape[-1]
-    outs, lses = (x.reshape(lse.shape[0], -1, q_heads, *x.shape[lse.ndim :]) for x in (out, lse))
-    group = q_heads // kv_heads
-    merged, merged_lse = pl.pallas_call(
+    parts, kv_heads, rows = part.shape[1:4]
+    group = out.shape[2] // kv_heads
+    return pl.pallas_call(
         functools.partial(_merge_kernel, group=group, with_sinks=sinks is not None),
-        grid=(outs.shape[1] * group, kv_heads, min(parts, out.shape[0])),
+        grid=(rows, kv_heads, min(parts, out.shape[0])),
         in_specs=[whole] * (5 + len(extras)),
         out_specs=[whole] * 2,
         out_shape=[
-            jax.ShapeDtypeStruct(outs.shape, out.dtype),
-            jax.ShapeDtypeStruct(lses.shape, lse.dtype),
+            jax.ShapeDtypeStruct(out.shape, out.dtype),
+            jax.ShapeDtypeStruct(lse.shape, lse.dtype),
         ],
         input_output_aliases={0: 0, 1: 1},
         interpret=interpret,
         name="paged_decode_merge",
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
-    )(outs, lses, part, part_lse, plan, *extras)
-    return merged.reshape(out.shape), merged_lse.reshape(lse.shape)
+    )(out, lse, part, part_lse, plan, *extras)
 
 
 def _merge_kernel(
@@ -83,7 +77,7 @@ def _merge_kernel(
     with_sinks: bool,
 ) -> None:
     out_ref, lse_ref = refs[-2:]
-    _, queries, q_heads, head_dim = out_ref.shape
+    head_dim = out_ref.shape[3]
     row, head, merge = (pl.program_id(i) for i in range(3))
     later_parts = plan_ref[merge, Column.MERGE_LATER]
 
@@ -91,8 +85,6 @@ def _merge_kernel(
     def _() -> None:
         seq = plan_ref[merge, Column.MERGE_SEQ]
         first_part = plan_ref[merge, Column.MERGE_PART]
-        shifted = part_ref.shape[3] > queries * group
-        first_row = (seq * q_heads + head * group) % 8 if shifted else 0
         query, q_head = row // group, head * group + row % group
         dims = power_of_two_parts(head_dim)
 
@@ -102,8 +94,8 @@ def _merge_kernel(
             which = jnp.where(index == 0, 0, 1)
             place = first_part + jnp.minimum(index, later_parts)
             # All loads before the first use: their latencies overlap.
-            outs = [part_ref[which, place, head, first_row + row, dim] for dim in dims]
-            logs = part_lse_ref[which, place, head, first_row + row]
+            outs = [part_ref[which, place, head, row, dim] for dim in dims]
+            logs = part_lse_ref[which, place, head, row]
             logs = jnp.where(index <= later_parts, logs, -jnp.inf)
             new_peak = jnp.maximum(peak, jnp.max(logs, axis=0))
             fade, weights = jnp.exp2(peak - new_peak), jnp.exp2(logs - new_peak)

@@ -292,7 +292,7 @@ def _weigh_tile(problem: Problem, values: Any, p_smem: Any, free: Any) -> jax.Ar
 
 
 def _zero_unseen(
-    problem: Problem, values: Any, first_key: jax.Array, oldest: jax.Array, length: jax.Array
+    problem: Problem, values: Any, first_key: jax.Array, oldest: Any, length: jax.Array
 ) -> None:
     """Zero the values of a tile that the query does not see, in shared memory."""
     if problem.with_scales and not problem.interpret:
@@ -336,7 +336,9 @@ def _finish(
     out_ref, lse_ref, o_smem, lse_smem = outputs[:4]
     acc, peak, total = state
     if sink_ref is not None:
-        mine = sink_ref.at[pl.ds(lax.rem(first_row, jnp.int32(problem.sink_period)), problem.columns)]
+        mine = sink_ref.at[
+            pl.ds(lax.rem(first_row, jnp.int32(problem.sink_period)), problem.columns)
+        ]
         extra = jnp.exp2(_load(mine, layout=COLUMNS, optimized=False) * LOG2_E - peak)
         total = total + jnp.where(total > 0, extra, jnp.zeros_like(extra))
     safe = jnp.where(total > 0, total, jnp.ones_like(total))  # 0: a padding row

@@ -25,8 +25,8 @@ import numpy as np
 class Column(enum.IntEnum):
     """Columns of a plan, int32.
 
-    The first five describe one part per row. The others list the contexts that several parts
-    share, in the first `min(parts, seqs)` rows.
+    The first seven describe one part per row. The others list the contexts that several parts
+    share, in the first `min(parts, seqs)` rows, for a merge by a kernel of its own.
     """
 
     SEQ = 0  # where the part begins: sequence
@@ -34,9 +34,11 @@ class Column(enum.IntEnum):
     TILE = 2  # and tile, counted from the first one that the window leaves visible
     TILES = 3  # length of the part; 0 for an idle one
     SEGMENTS = 4  # sequences that the part touches
-    MERGE_SEQ = 5  # the sequence
-    MERGE_PART = 6  # part that holds its first tile
-    MERGE_LATER = 7  # how many later parts hold a piece of it; 0: no merge in this row
+    FIRST_PART = 5  # part that holds the first tile of the sequence where the part begins
+    LATER_PARTS = 6  # how many later parts hold pieces of a context that begins in this one
+    MERGE_SEQ = 7  # the sequence
+    MERGE_PART = 8  # part that holds its first tile
+    MERGE_LATER = 9  # how many later parts hold a piece of it; 0: no merge in this row
 
 
 def plan_decode(seq_lens: Any, *, tile: int, parts: int, window: int | None = None) -> Any:
@@ -59,38 +61,39 @@ def plan_decode(seq_lens: Any, *, tile: int, parts: int, window: int | None = No
     tiles = visible_tiles(lens, tile, window)
     seq_end = xp.cumsum(tiles).astype(np.int32)
     part = xp.arange(parts, dtype=np.int32)
+    # Idle parts all lie at the end: one between others would have to leave an empty piece.
     share, rest = seq_end[-1] // parts, seq_end[-1] % parts
     start = part * share + xp.minimum(part, rest)
     length = share + (part < rest).astype(np.int32)
+    part_end = start + length
 
     def locate(position: Any) -> tuple[Any, Any]:
-        # A search by comparing with everything: XLA's searchsorted is a loop, which CUDA graphs
-        # do not capture.
-        seq = xp.sum(position[:, None] >= seq_end[None, :], axis=1).astype(np.int32)
-        seq = xp.minimum(seq, lens.shape[0] - 1)  # idle parts lie past the end
+        seq = xp.minimum(_interval(seq_end, position), lens.shape[0] - 1)  # idle: past the end
         return seq, position - (seq_end[seq] - tiles[seq])
 
-    def part_of(position: Any) -> Any:
-        long_end = rest * (share + 1)  # the first `rest` parts are one tile longer
-        short = rest + (position - long_end) // xp.maximum(share, 1)
-        return xp.where(position < long_end, position // (share + 1), short)
-
     seq, first = locate(start)
-    last_seq, last = locate(xp.maximum(start + length - 1, 0))
+    last_seq, last = locate(xp.maximum(part_end - 1, start))
     segments = xp.where(length > 0, last_seq - seq + 1, 0)
+    seq_part = _interval(part_end, seq_end - tiles)  # of every sequence's first tile
+    seq_later = _interval(part_end, seq_end - 1) - seq_part
+    begins = (last_seq > seq) | (first == 0)
+    unfinished = begins & (last < tiles[last_seq] - 1) & (length > 0)
+    later = xp.where(unfinished, seq_later[last_seq], 0)
     if lens.shape[0] <= parts:
-        merge_seq = xp.arange(lens.shape[0], dtype=np.int32)
-        merge_part = part_of(seq_end - tiles)
-        later = part_of(seq_end - 1) - merge_part
+        merges = [xp.arange(lens.shape[0], dtype=np.int32), seq_part, seq_later]
     else:
-        merge_seq, merge_part = last_seq, part
-        begins = (last_seq > seq) | (first == 0)
-        unfinished = begins & (last < tiles[last_seq] - 1) & (length > 0)
-        later = xp.where(unfinished, part_of(seq_end[last_seq] - 1) - part, 0)
-    pad = (0, parts - later.shape[0])
-    merges = [xp.pad(c.astype(np.int32), pad) for c in (merge_seq, merge_part, later)]
-    columns = (seq, lens[seq], first, length, segments, *merges)
+        merges = [last_seq, part, later]
+    merges = [xp.pad(c.astype(np.int32), (0, parts - c.shape[0])) for c in merges]
+    columns = (seq, lens[seq], first, length, segments, seq_part[seq], later, *merges)
     return xp.stack([c.astype(np.int32) for c in columns], axis=1)
+
+
+def _interval(ends: Any, position: Any) -> Any:
+    """Index of the interval that holds a position, of intervals that follow one another."""
+    if isinstance(ends, np.ndarray):
+        return np.searchsorted(ends, position, side="right").astype(np.int32)
+    # By comparing with everything: XLA's searchsorted is a loop, which CUDA graphs do not capture.
+    return jnp.sum(position[:, None] >= ends[None, :], axis=1, dtype=np.int32)
 
 
 def first_tile(lens: Any, tile: int, window: int | None) -> Any:

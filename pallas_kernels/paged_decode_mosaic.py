@@ -54,9 +54,10 @@ def paged_decode_attention(
     compute = q.dtype if kv_scales is None else jnp.float16
     if config is None:
         config = decode_config("mosaic", q, kv_pool, block_tables)
-    if plan is None:
-        parts = config.parts(kv_heads)
-        plan = plan_decode(seq_lens, tile=config.tile, parts=parts, window=window)
+    parts = config.parts(kv_heads)
+    planned = plan
+    if planned is None:
+        planned = plan_decode(seq_lens, tile=config.tile, parts=parts, window=window)
     problem = Problem(
         seqs=q.shape[0],
         q_heads=q.shape[1],
@@ -73,7 +74,7 @@ def paged_decode_attention(
         with_lse=return_lse,
         interpret=interpret is not None,
     )
-    call = _build(problem, q.dtype, compute, kv_pool.dtype, plan.shape[0], interpret)
+    call = _build(problem, q.dtype, compute, kv_pool.dtype, planned.shape[0], interpret)
     rows = _padded_rows(q.astype(compute), problem)
     if kv_scales is not None and interpret is None:
         rows = in_key_order(rows)
@@ -82,10 +83,10 @@ def paged_decode_attention(
         kv_pool.reshape(-1, problem.head_dim),
         block_tables,
         seq_lens,
-        plan,
-        # Counters of the pieces of shared contexts. The kernel leaves them as it finds them, so that
-        # one array of zeros, which XLA fills once a program, serves every call of it.
-        jnp.zeros((plan.shape[0], kv_heads), jnp.int32),
+        planned,
+        # Counters of the pieces of shared contexts. The kernel leaves them as it finds them, so
+        # one array of zeros, which XLA fills once a program, serves all calls in it.
+        jnp.zeros((planned.shape[0], kv_heads), jnp.int32),
         *([] if sinks is None else [_repeated(sinks, problem)]),
         *([] if kv_scales is None else [kv_scales]),
     )

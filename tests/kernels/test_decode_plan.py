@@ -43,6 +43,8 @@ def test_every_tile_belongs_to_one_part_and_every_shared_context_is_merged_once(
             row = merges.pop(seq)
             assert row[Column.MERGE_PART] == mine[0]
             assert row[Column.MERGE_LATER] == len(mine) - 1
+            assert plan[mine[0], Column.LATER_PARTS] == len(mine) - 1
+            assert (plan[mine[1:], Column.FIRST_PART] == mine[0]).all()
     assert not merges
     rows = min(parts, len(lens))
     assert not plan[rows:, Column.MERGE_LATER].any()
