@@ -53,7 +53,7 @@ BLOCK_SIZES = (16, 32, 64, 128)
 # than copying them. All together must fit what a thread block of 384 threads is launched with,
 # 168 each, or a warpgroup waits for ever for registers that nobody gives back.
 COPYING_REGISTERS = (24, 240)
-WIDENING_REGISTERS = (72, 216)
+WIDENING_REGISTERS = (56, 224)
 
 
 def paged_prefill_attention(
@@ -176,7 +176,12 @@ def _build(shape: Shape, tokens: int, tiles: int, interpret: Any) -> Callable[..
     registers = WIDENING_REGISTERS if shape.converts else COPYING_REGISTERS
 
     def body(*refs: Any) -> None:
-        bound = Refs(**dict(zip(names, refs, strict=True)))
+        by_name = dict(zip(names, refs, strict=True))
+        if shape.converts_queries:
+            by_name["q_smem"], by_name["wide_q_smem"] = by_name["q_smem"]
+        else:
+            by_name["wide_q_smem"] = by_name["q_smem"]
+        bound = Refs(**by_name)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == CONSUMERS)
@@ -208,7 +213,7 @@ def _memory(shape: Shape) -> dict[str, Any]:
     """Shared memory by its name in `Refs`."""
     config, columns = shape.config, shape.swizzle_columns
 
-    def swizzled(dims: tuple[int, ...], dtype: Any) -> Any:
+    def swizzled(dims: tuple[int, ...], dtype: Any, columns: int = columns) -> Any:
         layout = (
             plgpu.TilingTransform((8, columns)),
             plgpu.SwizzleTransform(columns * dtype.itemsize),
@@ -217,16 +222,19 @@ def _memory(shape: Shape) -> dict[str, Any]:
 
     rows = (CONSUMERS, WARPGROUP_ROWS, shape.head_dim)
     tiles = (config.stages, config.block_kv, shape.head_dim)
+    queries = swizzled(rows, shape.dtype)
+    if shape.converts_queries:  # in their place
+        queries = plgpu.RefUnion(queries, swizzled(rows, shape.product_dtype))
     memory = {
-        "q_smem": swizzled(rows, shape.dtype),
-        "k_smem": swizzled(tiles, shape.dtype),
-        "v_smem": swizzled(tiles, shape.dtype),
+        "q_smem": queries,
+        "k_smem": swizzled(tiles, shape.product_dtype),
+        "v_smem": swizzled(tiles, shape.product_dtype),
         "stage_smem": plgpu.SMEM((*rows[:2], columns), shape.dtype),
     }
     if config.separate_output:
         memory["o_smem"] = swizzled(rows, shape.dtype)
     if shape.converts:
-        memory["raw_smem"] = swizzled((2, *tiles[1:]), shape.kv_dtype)
+        memory["raw_smem"] = swizzled((2, *tiles[1:]), shape.kv_dtype, shape.raw_columns)
     if shape.return_lse:
         memory["lse_smem"] = plgpu.SMEM(rows[:2], jnp.float32)
     return memory

@@ -89,6 +89,12 @@ def _attention(
     acc, m, l = _initial_state(shape, sink)  # noqa: E741
     step = functools.partial(_step, shape, refs, item, warpgroup, base, scale)
     plgpu.barrier_wait(refs.q_full.at[warpgroup])
+    if shape.converts_queries:
+        queries = refs.q_smem[warpgroup]
+        if shape.dtype == jnp.bfloat16:
+            queries = queries.astype(jnp.float32)
+        refs.wide_q_smem[warpgroup] = queries.astype(shape.product_dtype)
+        plgpu.commit_smem()
     _, m, l, weights = step(True, None, jnp.int32(0), (acc, m, l, None))  # noqa: E741
     carry = (acc, m, l, weights)
     tiles = [(item.full_end, item.end - 1, True), (item.full_first, item.full_end, False)]
@@ -131,7 +137,7 @@ def _step(
     stages = jnp.int32(shape.config.stages)
     slot, previous = lax.rem(base + i, stages), lax.rem(base + i + (stages - 1), stages)
     q_tile, k_tile, v_tile = (
-        refs.q_smem.at[warpgroup],
+        refs.wide_q_smem.at[warpgroup],
         refs.k_smem.at[slot],
         refs.v_smem.at[previous],
     )
@@ -158,7 +164,7 @@ def _step(
         mask = _visible(shape, item, warpgroup, item.end - 1 - i) if masked else None
         p, m_new, l_new, alpha = _softmax(shape, s, scale, mask, m, l)
         if not has_previous:
-            return acc, m_new, l_new, p.astype(shape.dtype)
+            return acc, m_new, l_new, p.astype(shape.product_dtype)
         if shape.interpret:
             new_acc = _interpreted_values(acc, weights, v_tile)
         else:
@@ -166,7 +172,7 @@ def _step(
             new_acc = lax.optimization_barrier(acc_ref[...])
         plgpu.barrier_arrive(refs.v_free.at[previous])
         new_acc = new_acc * lax.broadcast_in_dim(alpha, new_acc.shape, [0])
-        return new_acc, m_new, l_new, p.astype(shape.dtype)
+        return new_acc, m_new, l_new, p.astype(shape.product_dtype)
 
     accumulators = [Accumulator((WARPGROUP_ROWS, shape.config.block_kv), jnp.float32)]
     if has_previous and not shape.interpret:

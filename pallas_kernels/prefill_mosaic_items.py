@@ -50,6 +50,26 @@ class Shape:
         return next(c for c in (64, 32, 16) if self.head_dim % c == 0)
 
     @property
+    def widens_by_hand(self) -> bool:
+        """Whether `mosaic_registers.widen_tile` serves this shape."""
+        return self.kv_dtype == jnp.float8_e4m3fn and self.head_dim == 128
+
+    @property
+    def raw_columns(self) -> int:
+        """Columns of the swizzle of tiles of 8 bits."""
+        return 128 if self.widens_by_hand else self.swizzle_columns
+
+    @property
+    def product_dtype(self) -> Any:
+        """Of both sides of the products: numbers of 8 bits are exact in float16, and near it."""
+        return jnp.dtype(jnp.float16) if self.converts else self.dtype
+
+    @property
+    def converts_queries(self) -> bool:
+        """Whether the queries are converted for the products."""
+        return self.product_dtype != self.dtype
+
+    @property
     def converts(self) -> bool:
         """Whether keys and values are widened on their way to the products."""
         return self.kv_dtype != self.dtype
@@ -68,6 +88,7 @@ class Refs:
     out_ref: Any  # [tokens, q_heads, head_dim]
     lse_ref: Any = None  # float32 [q_heads, tiles * 128]
     q_smem: Any  # [2, 64, head_dim]
+    wide_q_smem: Any  # the same memory, as the products want it
     k_smem: Any  # [stages, block_kv, head_dim]
     v_smem: Any  # [stages, block_kv, head_dim]
     stage_smem: Any  # [2, 64, swizzle_columns], not swizzled

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import prefill_plan as plan
+from pallas_kernels.mosaic_registers import widen_tile
 from pallas_kernels.prefill_mosaic_items import (
     CONSUMERS,
     TILE_ROWS,
@@ -136,14 +137,15 @@ def _choose(first: Any, a: Item, b: Item) -> Item:
 
 def _widen(shape: Shape, raw: Any, tile: Any) -> None:
     """Convert a tile; in few large pieces, since each waits for the whole warpgroup twice."""
+    if shape.widens_by_hand and not shape.interpret:
+        widen_tile(raw, tile, shape.config.block_kv)
+        return
     rows, columns = min(shape.config.block_kv, TILE_ROWS), shape.swizzle_columns
     for r in range(0, shape.config.block_kv, rows):
         for c in range(0, shape.head_dim, columns):
             window = (pl.ds(r, rows), pl.ds(c, columns))
             x = _load(raw.at[window], plgpu.Layout.WGMMA_UPCAST_4X)
-            if shape.kv_dtype != jnp.int8 and shape.dtype == jnp.bfloat16:
-                x = x.astype(jnp.float32)  # the hardware widens fp8 to float16 alone
-            tile.at[window][...] = x.astype(shape.dtype)
+            tile.at[window][...] = x.astype(shape.product_dtype)
 
 
 def _load(ref: Any, layout: Any) -> Any:
