@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="append the lines to this file too")
     args = parser.parse_args()
     cases = json.loads(args.golden.read_text())["prompts"]
+    weights = weights_dtype(args.dtype) or "stored"
     plain = None
     for kv_cache_dtype in args.kv:
         llm = LLM(
@@ -76,9 +77,8 @@ def main() -> None:
         plain = found if plain is None else plain
         record(
             "kv_accuracy",
-            f"{args.model.name} {llm.engine.kv_spec.dtype.name}",
+            f"{args.model.name}, {weights} weights, {llm.engine.kv_spec.dtype.name} KV",
             out=args.out,
-            weights=weights_dtype(args.dtype) or "as stored",
             kv_bytes_per_token=llm.engine.kv_spec.block_bytes // llm.engine.kv_spec.block_size,
             tokens=len(found),
             perplexity=round(float(np.exp(-found.mean())), 5),

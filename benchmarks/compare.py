@@ -193,8 +193,28 @@ def generate_table(lines: Lines) -> str:
     return table(note, head, rows)
 
 
+def kv_accuracy_table(lines: Lines) -> str:
+    """What a compressed KV cache costs in accuracy."""
+    rows = [
+        [
+            line["case"], f"{line['kv_bytes_per_token']:,}", f"{line['perplexity']:.3f}",
+            f"{100 * line['agreement']:.1f}", f"{line['mean_abs_logprob_error']:.3f}",
+        ]
+        for line in of_bench(lines, "kv_accuracy")
+    ]  # fmt: skip
+    note = (
+        "Compressed KV caches, calibrated by the built-in text: bytes of a token; perplexity over "
+        "prompts and answers; share of the golden answers' tokens that are the likeliest ones when "
+        "all before them are given; mean difference of a token's log-probability from the cache "
+        "that is not compressed."
+    )
+    head = ["model", "bytes", "perplexity", "agreement, %", "difference"]
+    return table(note, head, rows)
+
+
 TABLES: tuple[Callable[[Lines], str], ...] = (
     offline_table, memory_table, step_table, serving_table, profile_table, generate_table,
+    kv_accuracy_table,
 )  # fmt: skip
 
 

@@ -14,8 +14,7 @@ Lines = dict[tuple[str, ...], Line]  # bench, device, case, and what else tells 
 VARIED = {"serving": ("arrivals", "load", "rate_per_s")}
 BENCHES = (
     "offline", "torch_generate", "torch_continuous", "step", "torch_step", "serving", "profile",
-    "generate",
-)  # fmt: skip
+    "generate", "kv_accuracy")  # fmt: skip
 
 
 def read_lines(paths: Iterable[Path]) -> Lines:
