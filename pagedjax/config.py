@@ -50,6 +50,8 @@ class EngineConfig:
             CPU, where a compile costs more than its padding.
         prefix_caching: whether finished blocks are kept and found again by later prompts that
             begin with the same tokens.
+        contiguous_blocks: whether a request gets neighbouring blocks of the pool where there are
+            any (`scheduler.free_lists` tells what it costs), or whichever are free.
         host_cache_bytes: memory of the host, pinned, for cached blocks that the KV pool has no room
             for, and for the blocks of preempted requests; 0 for none.
         disk_cache_path: a directory of this engine's own, for cached blocks that `host_cache_bytes`
@@ -82,6 +84,7 @@ class EngineConfig:
     max_prefill_chunk: int | None = None
     bucket_growth: int | None = None
     prefix_caching: bool = True
+    contiguous_blocks: bool = False
     host_cache_bytes: int = 0
     disk_cache_path: str | Path | None = None
     disk_cache_bytes: int = 0

@@ -22,6 +22,7 @@ def scheduler_config(config: EngineConfig, arch: ArchConfig, spec: KVSpec) -> Sc
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_prefill_chunk=config.max_prefill_chunk,
         prefix_caching=config.prefix_caching,
+        contiguous_blocks=config.contiguous_blocks,
         num_host_blocks=config.host_cache_bytes // spec.block_bytes,
         num_disk_blocks=config.disk_cache_bytes // file_bytes(spec.block_bytes, spec.block_size),
         preemption=config.preemption,

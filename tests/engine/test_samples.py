@@ -94,3 +94,11 @@ def test_a_salt_keeps_prefixes_apart():
     ]
     assert [output.num_cached_tokens for output in cached] == [0, 0, 48, 0, 48]
     assert len({output.outputs[0].token_ids for output in cached}) == 1
+
+
+def test_neighbouring_blocks_hold_the_same_as_any_others():
+    prompts = random_prompts([40, 50, 60], seed=36)
+    params = SamplingParams(n=2, seed=9, temperature=1.1, max_tokens=40, ignore_eos=True)
+    engine = tiny_engine(num_blocks=20, contiguous_blocks=True)
+    assert draws(serve(engine, prompts, params)) == draws(serve(tiny_engine(), prompts, params))
+    assert engine.stats().preemptions > 0

@@ -74,7 +74,7 @@ def test_sequences_grow_in_runs_of_their_own():
             table += free.take(1, table[-1])
     for table in tables:
         breaks = sum(b != a + 1 for a, b in zip(table, table[1:], strict=False))
-        assert breaks <= 2
+        assert breaks <= 4
 
 
 @pytest.mark.parametrize("caching", [True, False])
