@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-
 _ROOM_TO_GROW = 4  # binary logarithm of the blocks; of 0 to 5 the best on both loads measured
 
 
