@@ -82,6 +82,12 @@ GAUGES = (
         "Free KV blocks outside the longest run of free neighbours, of all free ones.",
         lambda r: r.blocks.external_fragmentation,
     ),
+    Entry(
+        "kv_lower_tier_blocks",
+        "KV blocks in host memory and on the disk.",
+        lambda r: {"host": r.stats.lower.host_blocks_used, "disk": r.stats.lower.disk_blocks_used},
+        "tier",
+    ),
     Entry("kv_pool_bytes", "Bytes of the KV pool.", lambda r: r.stats.pool_bytes),
     Entry(
         "kv_region_used_ratio",
@@ -119,7 +125,7 @@ COUNTERS = (
     Entry(
         "preemptions",
         "Sequences that lost their KV blocks, by how they get them back.",
-        lambda r: {"recompute": r.stats.preemptions},
+        lambda r: {"recompute": r.stats.preemptions - r.stats.swaps, "swap": r.stats.swaps},
         "kind",
     ),
     Entry(
@@ -130,8 +136,33 @@ COUNTERS = (
     Entry(
         "kv_moved_bytes",
         "Bytes of KV blocks that were copied, by where from and to.",
-        lambda r: {"pool_to_pool": r.stats.blocks_copied * r.stats.block_bytes},
+        lambda r: {
+            path: count * r.stats.block_bytes
+            for path, count in {
+                "pool_to_pool": r.stats.blocks_copied,
+                "pool_to_host": r.stats.lower.counts.stored,
+                "host_to_pool": r.stats.lower.counts.loaded,
+                "host_to_disk": r.stats.lower.counts.spilled,
+                "disk_to_host": r.stats.lower.counts.read,
+            }.items()
+        },
         "path",
+    ),
+    Entry(
+        "kv_lower_tier_hits",
+        "KV blocks of cached prefixes that were found below the pool, by where.",
+        lambda r: {"host": r.stats.lower.counts.host_hits, "disk": r.stats.lower.counts.disk_hits},
+        "tier",
+    ),
+    Entry(
+        "kv_lower_tier_losses",
+        "KV blocks that a tier had no room for, could not write or could not read.",
+        lambda r: {
+            "host_full": r.stats.lower.counts.not_stored,
+            "disk_write": r.stats.lower.counts.failed_spills,
+            "disk_read": r.stats.lower.counts.failed_reads,
+        },
+        "kind",
     ),
     Entry(
         "compiles_after_warmup",

@@ -97,6 +97,11 @@ class Tiers:
         return len(self._free) + len(self._idle)
 
     @property
+    def num_disk_blocks(self) -> int:
+        """Most files."""
+        return self._num_disk_blocks
+
+    @property
     def num_disk_used(self) -> int:
         """Files, those being written among them."""
         return len(self._on_disk)

@@ -26,7 +26,7 @@ from pagedjax.engine.requests import Completion, LiveRequest, PromptTarget
 from pagedjax.engine.runner import ModelRunner
 from pagedjax.engine.sampling_records import SamplingRecords
 from pagedjax.engine.scheduler_options import scheduler_config
-from pagedjax.engine.stats import EngineStats
+from pagedjax.engine.stats import EngineStats, LowerTierStats
 from pagedjax.engine.step_inputs import SamplingLayout
 from pagedjax.engine.step_memory import planned_step_bytes
 from pagedjax.models.params import Params
@@ -320,6 +320,8 @@ class Engine:
             evictions=blocks.pool.num_evicted,
             blocks_copied=blocks.num_copied,
             preemptions=scheduler.num_preemptions,
+            swaps=scheduler.num_swaps,
+            lower=LowerTierStats.of(blocks.tiers),
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,

@@ -2,7 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import dataclass, field
+
+from scheduler.tiers import Tiers
+from scheduler.transfers import TierCounts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowerTierStats:
+    """Blocks below the pool; all zero for an engine that has nothing there.
+
+    Attributes:
+        host_blocks_used: slots of host memory with content.
+        host_blocks_total: slots of host memory.
+        disk_blocks_used: files.
+        disk_blocks_total: most files.
+        counts: what has moved so far.
+    """
+
+    host_blocks_used: int = 0
+    host_blocks_total: int = 0
+    disk_blocks_used: int = 0
+    disk_blocks_total: int = 0
+    counts: TierCounts = field(default_factory=TierCounts)
+
+    @staticmethod
+    def of(tiers: Tiers | None) -> LowerTierStats:
+        """A snapshot of the books."""
+        if tiers is None:
+            return LowerTierStats()
+        return LowerTierStats(
+            host_blocks_used=tiers.num_host_used,
+            host_blocks_total=tiers.num_host_blocks,
+            disk_blocks_used=tiers.num_disk_used,
+            disk_blocks_total=tiers.num_disk_blocks,
+            counts=dataclasses.replace(tiers.counts),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +60,10 @@ class EngineStats:
         prefix_hit_tokens: how many of these were in the cache.
         evictions: blocks with a cached prefix that were handed out for something else.
         blocks_copied: blocks copied because their sequence wrote to a shared one.
-        preemptions: times a sequence lost its blocks and had to be computed again.
+        preemptions: times a sequence lost its blocks.
+        swaps: in how many of the preemptions host memory kept what was in them; in the others it
+            had to be computed again.
+        lower: host memory and disk.
         steps: steps launched.
         prompt_tokens: tokens of the prompts accepted.
         generated_tokens: tokens handed to callers.
@@ -48,6 +87,8 @@ class EngineStats:
     prompt_tokens: int
     generated_tokens: int
     compiles_after_warmup: int
+    swaps: int = 0
+    lower: LowerTierStats = field(default_factory=LowerTierStats)
 
     @property
     def block_utilisation(self) -> float:

@@ -80,7 +80,12 @@ def test_a_burst_four_times_the_pool_finishes_with_the_same_tokens(preemption):
     assert engine.stats().preemptions > 0
     assert (engine._scheduler.num_swaps > 0) == (preemption != "recompute")
     assert counts(engine).swapped_in == counts(engine).swapped_out
-    assert engine.stats().blocks_used == 0
+    stats = engine.stats()
+    assert stats.blocks_used == 0 and stats.swaps == engine._scheduler.num_swaps
+    assert stats.lower.host_blocks_total == needed >= stats.lower.host_blocks_used
+    assert stats.lower.counts == counts(engine)
+    counts(engine).stored += 1
+    assert stats.lower.counts != counts(engine), "a snapshot does not change"
 
 
 def test_auto_recomputes_where_the_link_is_slower():

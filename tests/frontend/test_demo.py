@@ -9,8 +9,8 @@ import pytest
 
 from pagedjax import demo
 from pagedjax.cli.demo import QUESTIONS, closing_line
-from pagedjax.engine.stats import EngineStats
 from pagedjax.outputs import CompletionOutput, RequestOutput, Timings
+from tests.support.echo_engine import stats_of
 
 
 @pytest.fixture
@@ -125,18 +125,7 @@ def test_the_closing_line_states_speed_latency_and_memory():
             request_id="r", prompt=None, prompt_token_ids=(1,), outputs=(output,), timings=times
         )
 
-    stats = EngineStats(
-        num_running=0,
-        num_waiting=0,
-        blocks_used=0,
-        blocks_peak=25,
-        blocks_total=100,
-        preemptions=0,
-        steps=9,
-        prompt_tokens=3,
-        generated_tokens=30,
-        compiles_after_warmup=0,
-    )
+    stats = stats_of(blocks_peak=25, blocks_total=100, generated_tokens=30)
     results = [result(10, 10.5), result(10, 11.0), result(10, 12.0)]
     assert closing_line(results, 2.0, stats) == (
         "30 tokens in 2.00 s: 15.0 tokens/s; time to first token 1.00 s (median); "

@@ -38,6 +38,13 @@ class PieceTokenizer:
         return "".join(self.pieces[t] for t in token_ids)
 
 
+def stats_of(**figures):
+    """Figures of an engine; those that are not given are zero."""
+    fields = dataclasses.fields(EngineStats)
+    zeros = {field.name: 0 for field in fields if field.default_factory is dataclasses.MISSING}
+    return EngineStats(**{**zeros, **figures})
+
+
 class EchoEngine:
     """Repeats each prompt's tokens, one a step, until `max_tokens`; refuses as the real one does.
 
@@ -107,10 +114,7 @@ class EchoEngine:
         return deltas
 
     def stats(self):
-        counts = {field.name: 0 for field in dataclasses.fields(EngineStats)}
-        return EngineStats(
-            **counts | {"steps": self.steps, "num_running": len(self._live), "blocks_total": 1}
-        )
+        return stats_of(steps=self.steps, num_running=len(self._live), blocks_total=1)
 
     def block_map(self):
         flags = np.zeros(1, np.bool_)
