@@ -50,6 +50,7 @@ class Problem:
 
     Attributes:
         seqs: rows of the block table.
+        queries: new tokens of each sequence.
         q_heads: query heads.
         kv_heads: key/value heads.
         head_dim: width of a head.
@@ -66,6 +67,7 @@ class Problem:
     """
 
     seqs: int
+    queries: int
     q_heads: int
     kv_heads: int
     head_dim: int
@@ -81,19 +83,29 @@ class Problem:
     interpret: bool = False
 
     @property
-    def group(self) -> int:
-        """Query heads per key/value head."""
-        return self.q_heads // self.kv_heads
+    def rows(self) -> int:
+        """Query rows of one sequence that read the same key/value head."""
+        return self.queries * (self.q_heads // self.kv_heads)
+
+    @property
+    def seq_rows(self) -> int:
+        """Query rows of one sequence."""
+        return self.queries * self.q_heads
 
     @property
     def columns(self) -> int:
         """Query rows of one product."""
-        return columns_of(self.group)
+        return columns_of(self.rows)
 
     @property
-    def sink_period(self) -> int:
-        """Query rows after which the sinks repeat at a place that is a multiple of 8."""
-        return math.lcm(self.q_heads, 8)
+    def span(self) -> int | None:
+        """Latest positions that any query of a sequence sees."""
+        return None if self.window is None else self.window + self.queries - 1
+
+    @property
+    def row_period(self) -> int:
+        """Query rows after which all sequences repeat at a place that is a multiple of 8."""
+        return math.lcm(self.seq_rows, 8)
 
     @property
     def copy_rows(self) -> int:
@@ -117,7 +129,7 @@ def produce(problem: Problem, sources: Any, tiles: Any, barriers: Any) -> None:
 
     def locate(seq: jax.Array, length: jax.Array, index: jax.Array) -> tuple[Any, jax.Array]:
         """Pool rows of the keys of a tile, one per copy, and the number of tiles of its context."""
-        start = (first_tile(length, problem.tile, problem.window) + index) * problem.tile
+        start = (first_tile(length, problem.tile, problem.span) + index) * problem.tile
         last_block = lax.div(jnp.maximum(length - 1, 0), jnp.int32(block_size))
         rows = []
         for i in range(problem.copies):
@@ -127,7 +139,7 @@ def produce(problem: Problem, sources: Any, tiles: Any, barriers: Any) -> None:
             # The null block stands in for those of a padding row, whose table says nothing.
             block = jnp.where(length > 0, table_ref[seq, column], 0)
             rows.append((block * (2 * problem.kv_heads) + head) * block_size + offset)
-        return tuple(rows), visible_tiles(length, problem.tile, problem.window)
+        return tuple(rows), visible_tiles(length, problem.tile, problem.span)
 
     def copy(rows: Any, smem: Any, slot: jax.Array, barrier: Any) -> None:
         starts = [pl.multiple_of(row, 8) for row in rows]
@@ -193,7 +205,7 @@ def produce(problem: Problem, sources: Any, tiles: Any, barriers: Any) -> None:
 
 def consume(problem: Problem, sources: Any, outputs: Any, smem: Any, barriers: Any) -> None:
     """Attend to this worker's tiles, segment by segment."""
-    q_ref, len_ref, plan_ref, sink_ref, scale_ref = sources
+    q_ref, len_ref, plan_ref, query_ref, sink_ref, scale_ref = sources
     q_smem, k_smem, v_smem, p_smem = smem
     q_bar, k_bar, v_bar, k_free, v_free = barriers
     tile, head_dim, columns = problem.tile, problem.head_dim, problem.columns
@@ -203,13 +215,14 @@ def consume(problem: Problem, sources: Any, outputs: Any, smem: Any, barriers: A
 
     def segment(_: jax.Array, carry: Any) -> Any:
         seq, length, index, done = carry
-        tiles = visible_tiles(length, tile, problem.window)
+        tiles = visible_tiles(length, tile, problem.span)
         count = jnp.minimum(tiles - index, total_tiles - done)
-        row = (seq * problem.kv_heads + head) * problem.group
+        row = (seq * problem.kv_heads + head) * problem.rows
         first_row = pl.multiple_of(lax.div(row, jnp.int32(8)) * 8, 8)
         plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(first_row, columns)], q_smem, q_bar)
-        start = (first_tile(length, tile, problem.window) + index) * tile
-        oldest = 0 if problem.window is None else jnp.maximum(length - problem.window, 0)
+        start = (first_tile(length, tile, problem.span) + index) * tile
+        oldest = 0 if problem.span is None else jnp.maximum(length - problem.span, 0)
+        query = None if query_ref is None else _of_rows(query_ref, problem, first_row)
         plgpu.barrier_wait(q_bar)
 
         def step(i: jax.Array, carry: Any) -> Any:
@@ -220,7 +233,14 @@ def consume(problem: Problem, sources: Any, outputs: Any, smem: Any, barriers: A
             scores = _score_tile(problem, k_smem.at[slot], q_smem, k_free.at[slot])
             scores = _scaled(scores, problem, k_scale)
             key = lax.broadcasted_iota(jnp.int32, scores.shape, 0) + first_key
-            scores = jnp.where((key >= oldest) & (key < length), scores, -jnp.inf)
+            if query is None:
+                seen = (key >= oldest) & (key < length)
+            else:
+                behind = over_rows(query, key.shape) + (length - problem.queries) - key
+                seen = behind >= 0
+                if problem.window is not None:
+                    seen &= behind < problem.window
+            scores = jnp.where(seen, scores, -jnp.inf)
             new_peak = jnp.maximum(peak, jnp.max(scores, axis=0))
             fade = jnp.exp2(peak - new_peak)
             weights = jnp.exp2(scores - over_rows(new_peak, scores.shape))
@@ -336,15 +356,12 @@ def _finish(
     out_ref, lse_ref, o_smem, lse_smem = outputs[:4]
     acc, peak, total = state
     if sink_ref is not None:
-        mine = sink_ref.at[
-            pl.ds(lax.rem(first_row, jnp.int32(problem.sink_period)), problem.columns)
-        ]
-        extra = jnp.exp2(_load(mine, layout=COLUMNS, optimized=False) * LOG2_E - peak)
+        extra = jnp.exp2(_of_rows(sink_ref, problem, first_row) * LOG2_E - peak)
         total = total + jnp.where(total > 0, extra, jnp.zeros_like(extra))
     safe = jnp.where(total > 0, total, jnp.ones_like(total))  # 0: a padding row
     acc = acc / over_rows(safe, acc.shape)
     lse = jnp.where(total > 0, peak + jnp.log2(safe), -jnp.inf)
-    mine = pl.ds(row - first_row, problem.group)  # the other rows belong to neighbours
+    mine = pl.ds(row - first_row, problem.rows)  # the other rows belong to neighbours
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the buffers may still be leaving
     if problem.with_scales and not problem.interpret:
         store_columns(acc, o_smem, o_smem.dtype)
@@ -353,10 +370,16 @@ def _finish(
     if problem.with_lse:
         lse_smem[...] = lse / LOG2_E
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(o_smem.at[mine], out_ref.at[pl.ds(row, problem.group)])
+    plgpu.copy_smem_to_gmem(o_smem.at[mine], out_ref.at[pl.ds(row, problem.rows)])
     if problem.with_lse:
-        for i in range(problem.group):
+        for i in range(problem.rows):
             lse_ref[row + i] = lse_smem[row - first_row + i]
+
+
+def _of_rows(ref: Any, problem: Problem, first_row: jax.Array) -> jax.Array:
+    """Load what `paged_decode_mosaic` repeated for all query rows, for those of one product."""
+    place = lax.rem(first_row, jnp.int32(problem.row_period))
+    return _load(ref.at[pl.ds(place, problem.columns)], layout=COLUMNS, optimized=False)
 
 
 def _product(a: Any, b: Any, shape: tuple[int, int]) -> jax.Array:

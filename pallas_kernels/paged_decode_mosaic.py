@@ -28,7 +28,7 @@ from jax import lax
 from pallas_kernels.decode_mosaic_stages import Problem, aligned, consume, produce
 from pallas_kernels.decode_plan import plan_decode
 from pallas_kernels.mosaic_registers import in_key_order
-from pallas_kernels.tuning import DecodeConfig, decode_config
+from pallas_kernels.tuning import MOSAIC_SUMS, DecodeConfig, decode_config
 
 
 def paged_decode_attention(
@@ -49,20 +49,17 @@ def paged_decode_attention(
 ) -> Any:
     """See `pallas_kernels.paged_decode_attention`; every default is filled in by the caller."""
     _check_supported(q, kv_pool)
-    kv_heads = kv_pool.shape[2]
+    kv_heads, queries = kv_pool.shape[2], q.shape[1] if q.ndim == 4 else 1
     # Eight-bit keys and values are exact in float16, and converted to it on the way.
     compute = q.dtype if kv_scales is None else jnp.float16
     if config is None:
         config = decode_config("mosaic", q, kv_pool, block_tables)
-    parts = config.parts(kv_heads)
-    planned = plan
-    if planned is None:
-        planned = plan_decode(seq_lens, tile=config.tile, parts=parts, window=window)
     problem = Problem(
         seqs=q.shape[0],
-        q_heads=q.shape[1],
+        queries=queries,
+        q_heads=q.shape[-2],
         kv_heads=kv_heads,
-        head_dim=q.shape[2],
+        head_dim=q.shape[-1],
         block_size=kv_pool.shape[3],
         tile=config.tile,
         stages=config.stages,
@@ -74,10 +71,15 @@ def paged_decode_attention(
         with_lse=return_lse,
         interpret=interpret is not None,
     )
+    parts = config.parts(kv_heads)
+    planned = plan
+    if planned is None:
+        planned = plan_decode(seq_lens, tile=config.tile, parts=parts, window=problem.span)
     call = _build(problem, q.dtype, compute, kv_pool.dtype, planned.shape[0], interpret)
-    rows = _padded_rows(q.astype(compute), problem)
+    rows = _padded_rows(_by_head(q, problem).astype(compute), problem)
     if kv_scales is not None and interpret is None:
         rows = in_key_order(rows)
+    query = jnp.arange(queries, dtype=jnp.int32)[:, None]
     out, lse, *_ = call(
         rows,
         kv_pool.reshape(-1, problem.head_dim),
@@ -87,17 +89,31 @@ def paged_decode_attention(
         # Counters of the pieces of shared contexts. The kernel leaves them as it finds them, so
         # one array of zeros, which XLA fills once a program, serves all calls in it.
         jnp.zeros((planned.shape[0], kv_heads), jnp.int32),
-        *([] if sinks is None else [_repeated(sinks, problem)]),
+        *([] if queries == 1 else [_repeated(query, problem)]),
+        *([] if sinks is None else [_repeated(sinks[None, :], problem)]),
         *([] if kv_scales is None else [kv_scales]),
     )
-    out, lse = out.reshape(q.shape), lse.reshape(q.shape[:2])
+    out, lse = (_by_query(x, problem) for x in (out, lse))
+    out, lse = out.reshape(q.shape), lse.reshape(q.shape[:-1])
     return (out, lse) if return_lse else out
 
 
+def _by_head(q: jax.Array, problem: Problem) -> jax.Array:
+    """Query rows in the order of the kernel: sequence, key/value head, query, head of the group."""
+    shape = (problem.seqs, problem.queries, problem.kv_heads, -1, problem.head_dim)
+    return jnp.swapaxes(q.reshape(shape), 1, 2).reshape(-1, problem.head_dim)
+
+
+def _by_query(x: jax.Array, problem: Problem) -> jax.Array:
+    """Inverse of `_by_head`."""
+    group = problem.rows // problem.queries
+    shape = (problem.seqs, problem.kv_heads, problem.queries, group, *x.shape[1:])
+    return jnp.swapaxes(x.reshape(shape), 1, 2)
+
+
 def _check_supported(q: jax.Array, kv_pool: jax.Array) -> None:
-    if q.ndim != 3:
-        raise NotImplementedError(f"needs one query per sequence, got {q.shape[1]}")
-    head_dim, block_size = q.shape[2], kv_pool.shape[3]
+    head_dim, block_size = q.shape[-1], kv_pool.shape[3]
+    rows = q.size // (q.shape[0] * kv_pool.shape[2] * head_dim)
     if not hasattr(plgpu, "InterpretGPUParams"):
         raise NotImplementedError(f"needs the Mosaic GPU of JAX 0.11, got {jax.__version__}")
     if q.dtype.itemsize != 2 or kv_pool.dtype not in (q.dtype, jnp.float8_e4m3fn):
@@ -111,42 +127,60 @@ def _check_supported(q: jax.Array, kv_pool: jax.Array) -> None:
         raise NotImplementedError(f"rows of the pool are int32, got {kv_pool.size // head_dim}")
     if head_dim % 64 or head_dim > 256:
         raise NotImplementedError(f"head_dim must be 64, 128, 192 or 256, got {head_dim}")
+    if rows * head_dim > MOSAIC_SUMS:
+        raise NotImplementedError(
+            f"at most {MOSAIC_SUMS // head_dim} queries of a sequence may share a key/value head, "
+            f"got {rows}"
+        )
     if block_size not in (8, 16, 32, 64, 128):
         raise NotImplementedError(f"block_size must be 8, 16, 32, 64 or 128, got {block_size}")
 
 
 def _padded_rows(q: jax.Array, problem: Problem) -> jax.Array:
     """All query rows under each other; a copy of `columns` rows from any group stays inside."""
-    rows, columns = problem.seqs * problem.q_heads, problem.columns
-    fits = aligned(problem.group) and rows % columns == 0
+    rows, columns = problem.seqs * problem.seq_rows, problem.columns
+    fits = aligned(problem.rows) and rows % columns == 0
     padded = rows if fits else -(-(rows + columns) // 8) * 8
     return jnp.pad(q.reshape(rows, problem.head_dim), ((0, padded - rows), (0, 0)))
 
 
-def _repeated(sinks: jax.Array, problem: Problem) -> jax.Array:
-    """Sinks under each other, so that those of any group's copy begin at a multiple of 8.
+def _repeated(x: jax.Array, problem: Problem) -> jax.Array:
+    """What belongs to a query or a query head, under each other for all rows.
 
-    The kernel loads two at once, which faults at odd places.
+    A product's rows begin at a multiple of 8 in it: the kernel loads two at once, which faults at
+    odd places.
+
+    Args:
+        x: broadcastable to `[queries, q_heads]`.
+        problem: the call.
     """
-    return jnp.tile(sinks, -(-(problem.sink_period + problem.columns) // problem.q_heads))
+    each = jnp.broadcast_to(x, (problem.queries, problem.q_heads))
+    by_head = each.reshape(problem.queries, problem.kv_heads, -1).swapaxes(0, 1).reshape(-1)
+    return jnp.tile(by_head, -(-(problem.row_period + problem.columns) // problem.seq_rows))
 
 
 def _build(
     problem: Problem, dtype: Any, compute: Any, kv_dtype: Any, parts: int, interpret: Any
 ) -> Any:
-    """The kernel: q, pool rows, tables, lengths, plan (sinks, scales) to its four outputs."""
-    rows, columns = problem.seqs * problem.q_heads, problem.columns
+    """The kernel.
+
+    It takes query rows, pool rows, tables, lengths, plan, counters and, if any, what query each row
+    is, sinks and scales; and returns out, lse, and the pieces of contexts.
+    """
+    rows, columns = problem.seqs * problem.seq_rows, problem.columns
     tile_shape = (problem.stages, problem.tile, problem.head_dim)
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
     kv_tiled = (plgpu.TilingTransform((8, 128 // kv_dtype.itemsize)), plgpu.SwizzleTransform(128))
-    num_inputs = 6 + problem.with_sinks + problem.with_scales
+    several = problem.queries > 1
+    num_inputs = 6 + several + problem.with_sinks + problem.with_scales
     per_column = (2, parts, problem.kv_heads, columns)
     piece = (*per_column[:3], problem.head_dim, columns)
 
     def body(*refs: Any) -> None:
         q_ref, kv_ref, table_ref, len_ref, plan_ref, counter_ref, *more = refs[:num_inputs]
-        sink_ref = more[0] if problem.with_sinks else None
+        query_ref = more[0] if several else None
+        sink_ref = more[several] if problem.with_sinks else None
         scale_ref = more[-1] if problem.with_scales else None
         out, lse, acc, peak, total, q, k, v, p, o, lse_row, flag, *bars = refs[num_inputs:]
         q_bar, k_bar, v_bar, k_free, v_free = bars
@@ -154,7 +188,7 @@ def _build(
 
         @pl.when(warpgroup == 0)
         def _() -> None:
-            sources = (q_ref, len_ref, plan_ref, sink_ref, scale_ref)
+            sources = (q_ref, len_ref, plan_ref, query_ref, sink_ref, scale_ref)
             outputs = (out, lse, o, lse_row, (acc, peak, total), counter_ref, flag)
             barriers = (q_bar, k_bar, v_bar, k_free, v_free)
             consume(problem, sources, outputs, (q, k, v, p), barriers)

@@ -20,6 +20,9 @@ Backend = Literal["mosaic", "triton"]
 # scatter does, on an H200: 3.3 us against 3.8 for 64 tokens of 8 heads, 21 against 141 for 8192.
 WRITE_KERNEL_ROWS = 256
 SMEM_BYTES = 227 << 10  # of one thread block on Hopper
+# Weighted values of a key/value head's queries that the Mosaic decode kernel holds in registers:
+# 64 for each of 128 threads, beside as many scores.
+MOSAIC_SUMS = 64 * 128
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,20 +117,26 @@ def decode_config(
     """
     case = _case(q, kv_pool)
     best = nearest_case(decode_table(device_kind()), case, q.shape[0], backend)
-    if best is not None:
-        return DecodeConfig(**best["config"])
-    group = q.shape[-2] // kv_pool.shape[2]
-    return default_decode_config(backend, group, q.shape[-1], kv_pool.dtype.itemsize, core_count())
+    head_dim, itemsize = q.shape[-1], kv_pool.dtype.itemsize
+    rows = q.size // (q.shape[0] * kv_pool.shape[2] * head_dim)
+    if best is None:
+        return default_decode_config(backend, rows, head_dim, itemsize, core_count())
+    config = DecodeConfig(**best["config"])
+    if backend == "triton":
+        return config
+    per_core = max(1, config.workers // core_count())
+    stages = _mosaic_stages(config.tile, rows, head_dim, itemsize, SMEM_BYTES // min(per_core, 2))
+    return dataclasses.replace(config, stages=max(1, min(config.stages, stages)))
 
 
 def default_decode_config(
-    backend: Backend, group: int, head_dim: int, kv_itemsize: int, cores: int
+    backend: Backend, rows: int, head_dim: int, kv_itemsize: int, cores: int
 ) -> DecodeConfig:
     """Configuration for a shape outside the table: as many bytes in flight as fit.
 
     Args:
         backend: kernel that it is for.
-        group: query heads per key/value head.
+        rows: queries of a sequence that share a key/value head.
         head_dim: width of a head.
         kv_itemsize: bytes of a number in the pool.
         cores: multiprocessors of the device.
@@ -140,11 +149,16 @@ def default_decode_config(
     # Widening 8 bits takes a thread block's time: a second one uses the memory meanwhile.
     per_core = 2 if kv_itemsize == 1 else 1
     for tile in (64,) if kv_itemsize == 1 else (128, 64):
-        room = SMEM_BYTES // per_core - mosaic_fixed_bytes(group, head_dim, tile)
-        stages = room // (2 * tile * head_dim * kv_itemsize)
+        stages = _mosaic_stages(tile, rows, head_dim, kv_itemsize, SMEM_BYTES // per_core)
         if stages >= 3:
             break
     return DecodeConfig(tile=tile, stages=max(2, min(stages, 6)), workers=per_core * cores)
+
+
+def _mosaic_stages(tile: int, rows: int, head_dim: int, kv_itemsize: int, room: int) -> int:
+    """How many tiles of keys and values fit into `room` bytes of shared memory."""
+    left = room - mosaic_fixed_bytes(rows, head_dim, tile)
+    return left // (2 * tile * head_dim * kv_itemsize)
 
 
 def mosaic_prefill_config(
@@ -183,18 +197,21 @@ def triton_prefill_config(head_dim: int, itemsize: int) -> TritonPrefillConfig:
     return TritonPrefillConfig()
 
 
-def mosaic_fixed_bytes(group: int, head_dim: int, tile: int) -> int:
+def mosaic_fixed_bytes(rows: int, head_dim: int, tile: int) -> int:
     """Shared memory of a thread block of the Mosaic kernel besides its stages, at most."""
-    rows = 8 * -(-(group + 7) // 8)
-    queries_and_outputs = rows * (4 * head_dim + 2 * tile + 4)
+    columns = 8 * -(-(rows + 7) // 8)
+    queries_and_outputs = columns * (4 * head_dim + 2 * tile + 4)
     return queries_and_outputs + (5 << 10)  # reductions, barriers, alignment
 
 
 def fastest_decode_backend(q: jax.Array, kv_pool: jax.Array) -> Backend:
     """The backend to try first: what the table measured as the fastest for such a shape.
 
-    Outside the table it is Mosaic.
+    Outside the table it is Mosaic; for several queries of each sequence Triton, the only one that
+    was measured with them.
     """
+    if q.ndim == 4:
+        return "triton"
     best = nearest_case(decode_table(device_kind()), _case(q, kv_pool), q.shape[0], None)
     return "mosaic" if best is None else best["backend"]
 

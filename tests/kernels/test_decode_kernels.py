@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dense_attention import TOLERANCE, dense, make_decode_case
+from dense_attention import TOLERANCE, dense, make_case, make_decode_case
 
 import pallas_kernels
 from pallas_kernels import interpret
@@ -127,26 +127,60 @@ def test_mosaic_decode_equals_dense_attention(shape, options):
     check(out, lse, case, **options)
 
 
+@pytest.mark.parametrize(
+    ("rows", "shape", "options"),
+    [
+        (3, {"group": 2, "dtype": jnp.bfloat16}, {"window": 20, "with_sinks": True}),
+        (2, {"group": 1, "kv_heads": 3, "dtype": jnp.float16}, {}),
+        (
+            4,
+            {"head_dim": 128, "dtype": jnp.bfloat16, "kv_dtype": jnp.float8_e4m3fn},
+            {"soft_cap": 3.0},
+        ),
+    ],
+    ids=str,
+)
+def test_mosaic_decode_of_several_queries_is_causal_among_them(rows, shape, options):
+    """KE09: rows are the last positions of a sequence; those before its first are padding."""
+    from pallas_kernels.paged_decode_mosaic import paged_decode_attention
+
+    interpreter = mosaic_interpreter()
+    lens = [100, 0, 33, 1, 66]
+    case = make_case(5, lens, rows=[rows] * len(lens), **shape)
+    options = dict(options)
+    if options.pop("with_sinks", False):
+        options["sinks"] = jnp.linspace(-1.0, 1.0, case.q.shape[1]).astype(jnp.float32)
+    given = OPTIONS | {"scale": case.q.shape[-1] ** -0.5, "kv_scales": case.kv_scales} | options
+    q = case.q.reshape(-1, rows, *case.q.shape[1:])
+    config = DecodeConfig(tile=64, stages=2, workers=6)
+    out, lse = paged_decode_attention(
+        q, *case.args()[1:], config=config, interpret=interpreter, **given
+    )
+    assert out.shape == q.shape and lse.shape == q.shape[:-1]
+    check(out.reshape(case.q.shape), lse.reshape(-1, case.q.shape[1]), case, **options)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize(("kv_heads", "group"), [(3, 3), (1, 7), (4, 1), (8, 4), (5, 5)])
-def test_mosaic_loads_the_sinks_of_a_group_from_an_even_place(kv_heads, group):
+def test_mosaic_loads_the_sinks_of_its_rows_from_an_even_place(kv_heads, group, queries):
     """Loads of two at once fault at odd places, which no interpreter shows."""
     pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
     from pallas_kernels.decode_mosaic_stages import Problem, columns_of
     from pallas_kernels.paged_decode_mosaic import _repeated
 
-    q_heads, columns = kv_heads * group, columns_of(group)
+    q_heads, rows = kv_heads * group, queries * group
     problem = Problem(
-        seqs=40, q_heads=q_heads, kv_heads=kv_heads, head_dim=64, block_size=16, tile=64, stages=2,
-        scale=1.0, window=None, soft_cap=None, with_sinks=True, with_scales=False, with_lse=False,
+        seqs=40, queries=queries, q_heads=q_heads, kv_heads=kv_heads, head_dim=64, block_size=16,
+        tile=64, stages=2, scale=1.0, window=None, soft_cap=None, with_sinks=True,
+        with_scales=False, with_lse=False,
     )  # fmt: skip
-    sinks = np.arange(q_heads)
-    repeated = np.asarray(_repeated(jnp.asarray(sinks), problem))
-    for row in range(0, problem.seqs * q_heads, group):
-        first = row // 8 * 8
-        place = first % problem.sink_period
+    repeated = np.asarray(_repeated(jnp.arange(q_heads)[None, :], problem))
+    for row in range(0, problem.seqs * queries * q_heads, rows):
+        first, head = row // 8 * 8, row // rows % kv_heads
+        place = first % problem.row_period
         assert place % 8 == 0
-        mine = repeated[place : place + columns][row - first : row - first + group]
-        np.testing.assert_array_equal(mine, sinks[np.arange(row, row + group) % q_heads])
+        mine = repeated[place : place + columns_of(rows)][row - first : row - first + rows]
+        np.testing.assert_array_equal(mine, np.tile(head * group + np.arange(group), queries))
 
 
 SHAPES = {
