@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,6 +41,15 @@ def block_key(parent: int, tokens: bytes, salt: bytes, parent_bytes: int = _COUN
 def key_digest(key: bytes) -> bytes:
     """A name of 32 bytes for what is indexed under `key`."""
     return hashlib.blake2b(key, digest_size=_DIGEST_BYTES).digest()
+
+
+class IndexEntry(NamedTuple):
+    """An indexed block: number of the content before it, its int32 tokens, and the salt."""
+
+    block: int
+    parent: int
+    tokens: bytes
+    salt: bytes
 
 
 class PrefixIndex:
@@ -78,6 +88,13 @@ class PrefixIndex:
         """The int32 tokens of every indexed block, as bytes."""
         tokens = slice(self._number_bytes, self._number_bytes + self._block_bytes)
         return {block: key[tokens] for key, block in self._blocks.items()}
+
+    def entries(self) -> Iterator[IndexEntry]:
+        """Every indexed block, with what it is indexed under."""
+        start, end = self._number_bytes, self._number_bytes + self._block_bytes
+        for key, block in self._blocks.items():
+            parent = int.from_bytes(key[:start], "little")
+            yield IndexEntry(block, parent, key[start:end], key[end:])
 
     def keys(self, tokens: bytes, before: bytes | None, salt: bytes) -> Iterator[bytes]:
         """What full blocks that follow each other are indexed under, here or elsewhere.

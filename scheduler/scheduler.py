@@ -336,6 +336,14 @@ class Scheduler:
             step.add(seq, step.chunk(seq))
         self._waiting.extendleft(reversed(passed))
 
+    def resume(self, seq: Sequence) -> bool:
+        """Let a waiting sequence run outside of a plan, if there are blocks for all its tokens."""
+        if not self.blocks.num_free_rows or not self.blocks.admit(seq, keep_free=0):
+            return False
+        self._waiting.remove(seq)
+        self._run(seq)
+        return True
+
     def _admit(self, seq: Sequence) -> bool:
         """Give a waiting sequence blocks, if enough of them are free."""
         keep_free = self._watermark if self._running else 0
