@@ -1,5 +1,6 @@
-"""Random traces over all tiers: every copy is checked, everybody gets their own tokens.
+"""Random traces over all tiers, with samples and beams: everybody gets their own tokens.
 
+Every copy is checked.
 `TIER_OPERATIONS` in the environment sets the number of operations; a million take a quarter of an
 hour or more.
 """
@@ -36,6 +37,7 @@ def random_config(rng: np.random.Generator) -> SchedulerConfig:
         max_model_len=int(rng.integers(2, 300)),
         max_prefill_chunk=None if rng.random() < 0.3 else int(rng.integers(1, 40)),
         prefix_caching=bool(rng.random() < 0.85),
+        contiguous_blocks=bool(rng.random() < 0.3),
         window=None if rng.random() < 0.7 else int(rng.integers(1, 100)),
         num_host_blocks=host,
         num_disk_blocks=int(rng.choice([0, 1, 30, 300, 300])),
@@ -69,6 +71,9 @@ def random_operation(
         max_tokens = int(rng.integers(1, 30))
         name = f"r{rng.integers(1 << 40)}"
         if rng.random() < 0.15:
+            last = min(max_tokens, longest - 1 - length)
+            driver.add_beams(name, int(rng.integers(1, 5)), base + own, last, seed=length)
+        elif rng.random() < 0.15:
             driver.add(*samples(name, int(rng.integers(2, 4)), base + own, max_tokens))
         else:
             scored = bool(rng.random() < 0.1)

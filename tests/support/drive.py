@@ -291,7 +291,11 @@ class Driver:
             self.plans.append(plan)
             self._unread.append((plan, self.model.run(plan)))
         self._check()
-        keep = 1 if self.pipelined and plan is not None else 0
+        self._read_back(1 if self.pipelined and plan is not None else 0)
+        return plan
+
+    def _read_back(self, keep: int) -> None:
+        """Take in the tokens of all plans but the newest `keep`; beams go on."""
         while len(self._unread) > keep:
             unread, tokens = self._unread.popleft()
             updates = self.scheduler.update(unread, tokens)
@@ -303,7 +307,6 @@ class Driver:
             for search in {id(s): s for s in self.searches.values()}.values():
                 self._choose(search)
             self._check()
-        return plan
 
     def _report(self, update: SeqUpdate, token: int) -> None:
         """A beam has read its own tokens, and no others."""

@@ -154,8 +154,10 @@ class TierDriver(Driver):
         """One turn of the engine's loop; a plan that has to wait for the disk does so."""
         self.disk.run(self.scheduler, self.tier_model)
         wanting = [s for s in self.scheduler.sequences() if s.status is not Status.DRAINING]
+        waits_for_beams = bool(self._unread) and any(s.held and s.blocks for s in wanting)
+        wanting = [s for s in wanting if not s.held]
         plan = self._schedule()
-        while plan is None and wanting:
+        while plan is None and wanting and not waits_for_beams:
             assert self.disk.queue, "nothing is planned and nothing is waited for"
             self.disk.run(self.scheduler, self.tier_model, at_least=1)
             plan = self._schedule()
@@ -166,10 +168,7 @@ class TierDriver(Driver):
             self.plans.append(plan)
             self._unread.append((plan, self.model.run(plan)))
         self._check()
-        keep = 1 if self.pipelined and plan is not None else 0
-        while len(self._unread) > keep:
-            self._take_in(self.scheduler.update(*self._unread.popleft()))
-            self._check()
+        self._read_back(1 if self.pipelined and plan is not None else 0)
         return plan
 
     def _schedule(self) -> StepPlan | None:
