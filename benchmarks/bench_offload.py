@@ -37,7 +37,10 @@ class Bench:
 
     def __init__(self, spec: KVSpec) -> None:
         self.device = jax.devices()[0]
-        self.pool: KVPool = spec.create(self.device)
+        self.pool: KVPool = [
+            jax.random.normal(jax.random.key(layer), x.shape).astype(x.dtype)
+            for layer, x in enumerate(spec.create(self.device))
+        ]
         abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self.pool]
         self.count = spec.num_blocks // 2
         self.mover = BlockMover(abstract, self.count)
@@ -57,6 +60,14 @@ class Bench:
 
     def load(self) -> None:
         self.pool = self.mover.load(self.pool, self.loads)
+
+    def returns_every_bit(self, spec: KVSpec) -> bool:
+        """Whether stored blocks arrive unchanged in another pool."""
+        self.store()
+        other = self.mover.load(spec.create(self.device), self.loads)
+        blocks = self.stores[:, 0]
+        same = [(a[blocks] == b[blocks]).all() for a, b in zip(self.pool, other, strict=True)]
+        return all(map(bool, same))
 
     def wait(self) -> None:
         slots = [self.mover.content(slot) for slot in range(self.count)]
@@ -143,6 +154,8 @@ def main() -> None:
     )
     bench = Bench(spec)
     case = f"{args.shape} {spec.dtype} block {args.block_size}"
+    if not bench.returns_every_bit(spec):
+        raise RuntimeError("blocks came back changed")
     facts = {"blocks": bench.count, "block_bytes": spec.block_bytes, "bytes": bench.size}
 
     def stored() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,6 +50,8 @@ class LowerTiers:
         self._namespace = namespace
         if disk is not None:
             tiers.adopt(disk.names())
+            # When the engine is dropped, or when the process ends with it.
+            self._close_disk = weakref.finalize(self, disk.close)
 
     def plan(
         self,
@@ -75,9 +78,9 @@ class LowerTiers:
         return plan
 
     def close(self) -> None:
-        """Finish the writes that have begun."""
+        """Finish the writes that have begun, unless they take many seconds."""
         if self._disk is not None:
-            self._disk.close()
+            self._close_disk()
 
     def _report(self) -> None:
         """Let the books know what has become of files."""

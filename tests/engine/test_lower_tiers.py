@@ -1,6 +1,7 @@
 """Engines with host memory and a disk below a small pool answer as an engine with a large pool."""
 
 import functools
+import gc
 import random
 import time
 from pathlib import Path
@@ -175,6 +176,17 @@ def test_a_restarted_engine_finds_its_prefixes_on_the_disk(tmp_path):
     serve(stranger, prompts, GREEDY)
     assert counts(stranger).disk_hits == 0
     stranger._lower.close()
+
+
+def test_an_engine_that_is_dropped_ends_its_thread_and_finishes_its_files(tmp_path):
+    engine, _ = fill_disk(tmp_path)
+    thread = engine._lower._disk._thread
+    written = counts(engine).spilled
+    del engine
+    gc.collect()
+    assert not thread.is_alive()
+    assert len(list(Path(tmp_path).rglob("*.kv"))) >= written > 0
+    assert not list(Path(tmp_path).rglob("*.partial"))
 
 
 def test_damaged_files_are_misses(tmp_path):
