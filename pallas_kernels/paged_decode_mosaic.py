@@ -87,7 +87,8 @@ def paged_decode_attention(
         seq_lens,
         planned,
         # Counters of the pieces of shared contexts. The kernel leaves them as it finds them, so
-        # one array of zeros, which XLA fills once a program, serves all calls in it.
+        # one array of zeros, which XLA fills once a program, serves all calls in it: they follow
+        # each other on the device's one stream.
         jnp.zeros((planned.shape[0], kv_heads), jnp.int32),
         *([] if queries == 1 else [_repeated(query, problem)]),
         *([] if sinks is None else [_repeated(sinks[None, :], problem)]),
