@@ -303,7 +303,7 @@ class BlockManager:
 
     def look_on_disk(self, seq: Sequence) -> None:
         """Begin to read what only the disk has of the prefix of a waiting sequence, once."""
-        if self.tiers is not None and seq.coming is None:
+        if self.tiers is not None and self._caching and seq.coming is None:
             num_blocks = self._longest_prefix(seq) // self._block_size
             seq.coming = self.tiers.prefetch(self._keys(seq, num_blocks))
 

@@ -175,8 +175,9 @@ class Scheduler:
         """Plan the next step.
 
         Returns:
-            The plan, to be dispatched before anything else is called; None when there is nothing
-            to compute before the next `update` or `add`.
+            The plan, to be dispatched before anything else is called, and after the transfers of
+            `BlockManager.tiers`; None when there is nothing to compute before the next `update` or
+            `add`, or before what is being read from the disk is there.
 
         Raises:
             RuntimeError: two plans are in flight already.

@@ -277,7 +277,7 @@ class Tiers:
         self.counts.failed_reads += not ok
         if not ok and held.key is not None:
             name = key_digest(held.key)
-            if self._on_disk.pop(name, None):
+            if self._on_disk.pop(name, None) is not None:
                 self._files.append(FileDelete(name))
             del self._by_key[held.key]
             held.key = None
