@@ -28,17 +28,17 @@ SOME_COST = SwapCost(
 
 
 def random_config(rng: np.random.Generator) -> SchedulerConfig:
-    host = int(rng.choice([1, 5, 10, 15, 40, 200]))
+    host = int(rng.choice([1, 5, 8, 12, 20, 100]))
     return SchedulerConfig(
         block_size=int(rng.choice([16, 16, 32])),
-        num_blocks=int(rng.integers(3, 30)),
+        num_blocks=int(rng.integers(3, 26)),
         max_num_seqs=int(rng.integers(1, 9)),
         max_num_batched_tokens=int(rng.choice([1, 16, 50, 200, 200, 200])),
         max_model_len=int(rng.integers(2, 300)),
         max_prefill_chunk=None if rng.random() < 0.3 else int(rng.integers(1, 40)),
         prefix_caching=bool(rng.random() < 0.85),
         contiguous_blocks=bool(rng.random() < 0.3),
-        window=None if rng.random() < 0.7 else int(rng.integers(1, 100)),
+        window=None if rng.random() < 0.8 else int(rng.integers(1, 100)),
         num_host_blocks=host,
         num_disk_blocks=int(rng.choice([0, 1, 30, 300, 300])),
         preemption=str(rng.choice(["auto", "swap", "swap", "recompute"])),
@@ -50,8 +50,8 @@ def random_driver(rng: np.random.Generator) -> TierDriver:
         random_config(rng),
         pipelined=bool(rng.integers(2)),
         seed=int(rng.integers(1 << 32)),
-        disk_failures=float(rng.choice([0.0, 0.0, 0.05, 0.3, 1.0])),
-        disk_delays=float(rng.choice([0.0, 0.3, 0.9])),
+        disk_failures=float(rng.choice([0.0, 0.0, 0.05, 0.05, 0.3, 1.0])),
+        disk_delays=float(rng.choice([0.0, 0.0, 0.3, 0.9])),
     )
     driver.scheduler.swap_cost = SOME_COST
     return driver
@@ -78,9 +78,9 @@ def random_operation(
         else:
             scored = bool(rng.random() < 0.1)
             driver.add(request(name, base + own, max_tokens, prompt_logprobs=scored))
-    elif dice < 0.122:
+    elif dice < 0.1206:
         scheduler.reset_prefix_cache()
-    elif dice < 0.123:
+    elif dice < 0.1212:
         driver.disk.files.clear()  # somebody deletes them
     elif dice < 0.15 and driver.requests:
         seq_id = int(rng.integers(max(0, len(driver.requests) - 12), len(driver.requests)))
@@ -95,7 +95,7 @@ def run_trace(seed: int) -> TierDriver:
     longest = driver.scheduler.max_seq_len
     prompts = [
         rng.integers(VOCAB, size=int(rng.integers(1 + longest // 2, 1 + longest))).tolist()
-        for _ in range(6)
+        for _ in range(4)
     ]
     for _ in range(OPERATIONS_PER_TRACE):
         random_operation(driver, rng, prompts)
