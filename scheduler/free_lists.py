@@ -8,8 +8,8 @@ The stack is the default, since attention is as fast either way and it takes nex
 Measured on three traces (`benchmarks/results/kv_memory.jsonl`), requests at the times of the trace:
 the buddy system keeps a sequence in 1 to 2 runs and leaves 0.05 % of the pool in free fragments of
 fewer than 8 blocks; the stack scatters it over 76 to 711 runs, with 4 to 29 % in fragments. In a
-pool that is always full, whose free 1 % nobody can keep together, it is 29 to 85 runs against 75 to
-764. The price is about half a microsecond per block, against a few hundredths. So
+pool that is always full, whose free 1 % nobody can keep together, it is 29 to 78 runs against 75 to
+764. The price is 0.1 to 0.8 microseconds per block, against a few hundredths. So
 `contiguous_blocks` is for engines that move sequences in runs.
 """
 

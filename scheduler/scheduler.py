@@ -176,8 +176,9 @@ class Scheduler:
 
         Returns:
             The plan, to be dispatched before anything else is called, and after the transfers of
-            `BlockManager.tiers`; None when there is nothing to compute before the next `update` or
-            `add`, or before what is being read from the disk is there.
+            `BlockManager.tiers`. None when there is nothing to compute before the next `update` or
+            `add`, or before what is being read from the disk is there; or when a sequence that
+            found no room beside beams that wait has given way, and the next call plans.
 
         Raises:
             RuntimeError: two plans are in flight already.

@@ -279,9 +279,10 @@ class Driver:
         wanting = [s for s in self.scheduler.sequences() if s.status is not Status.DRAINING]
         held_blocks = any(s.held and s.blocks for s in wanting)
         wanting = [s for s in wanting if not s.held]
+        before = self.scheduler.num_preemptions
         plan = self.scheduler.schedule()
-        if held_blocks and self._unread and not (wanting and wanting[0].blocks):
-            pass  # what waits for blocks may have to wait for beams to be chosen
+        if held_blocks and (self._unread or self.scheduler.num_preemptions > before):
+            pass  # what waits for blocks may have to wait for beams to be chosen, or give way
         else:
             assert (plan is None) == (not wanting), "there is work exactly when one wants it"
         if plan is not None:

@@ -156,9 +156,12 @@ class TierDriver(Driver):
         wanting = [s for s in self.scheduler.sequences() if s.status is not Status.DRAINING]
         waits_for_beams = bool(self._unread) and any(s.held and s.blocks for s in wanting)
         wanting = [s for s in wanting if not s.held]
+        before = self.scheduler.num_preemptions
         plan = self._schedule()
         while plan is None and wanting and not waits_for_beams:
-            assert self.disk.queue, "nothing is planned and nothing is waited for"
+            gave_way = self.scheduler.num_preemptions > before
+            before = self.scheduler.num_preemptions
+            assert self.disk.queue or gave_way, "nothing is planned and nothing is waited for"
             self.disk.run(self.scheduler, self.tier_model, at_least=1)
             plan = self._schedule()
         if plan is not None:
