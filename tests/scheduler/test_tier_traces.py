@@ -28,6 +28,16 @@ SOME_COST = SwapCost(
 
 
 def random_config(rng: np.random.Generator) -> SchedulerConfig:
+    if rng.random() < 0.3:  # long prefixes, each tier several times smaller than the next
+        return SchedulerConfig(
+            num_blocks=20,
+            max_num_seqs=6,
+            max_num_batched_tokens=200,
+            max_model_len=250,
+            num_host_blocks=int(rng.integers(10, 25)),
+            num_disk_blocks=300,
+            preemption=str(rng.choice(["auto", "swap"])),
+        )
     host = int(rng.choice([1, 5, 8, 12, 20, 100]))
     return SchedulerConfig(
         block_size=int(rng.choice([16, 16, 32])),
