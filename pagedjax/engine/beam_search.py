@@ -61,7 +61,7 @@ class BeamSearch:
         max_tokens: int,
     ) -> None:
         self._keys = list(keys)
-        self._params = params
+        self.params = params
         self._eos_ids = frozenset(eos_ids)
         self._max_tokens = max_tokens
         self._num_candidates = num_candidates(params, len(self._eos_ids))
@@ -92,9 +92,9 @@ class BeamSearch:
         going: list[tuple[str, Hypothesis]] = []
         for rank, (parent, hypothesis) in enumerate(ranked):
             if length >= self._max_tokens or hypothesis.token_ids[-1] in self._eos_ids:
-                if rank < self._params.beam_width:
+                if rank < self.params.beam_width:
                     self._keep(hypothesis)
-            elif len(going) < self._params.beam_width:
+            elif len(going) < self.params.beam_width:
                 going.append((parent, hypothesis))
         if not going or self._is_over(going[0][1]):
             return []
@@ -121,7 +121,7 @@ class BeamSearch:
 
     def _keep(self, ended: Hypothesis) -> None:
         """Add a result, if it is among the best."""
-        is_full = len(self.results) == self._params.beam_width
+        is_full = len(self.results) == self.params.beam_width
         score = float(self._score(ended.logprob, len(ended.token_ids)))
         self.results.append(Hypothesis(ended.token_ids, ended.logprob, score))
         self.results.sort(key=lambda result: -result.score)
@@ -130,7 +130,7 @@ class BeamSearch:
 
     def _is_over(self, best: Hypothesis) -> bool:
         """Whether no beam, of which `best` is the likeliest, is to be followed any further."""
-        params, length = self._params, len(best.token_ids)
+        params, length = self.params, len(best.token_ids)
         if len(self.results) < params.beam_width:
             return False
         if params.early_stopping is True:
@@ -140,7 +140,7 @@ class BeamSearch:
         return not self._score(best.logprob, length) > self.results[-1].score
 
     def _score(self, logprob: np.float32, length: int) -> np.float32:
-        return logprob / np.float32(length**self._params.length_penalty)
+        return logprob / np.float32(length**self.params.length_penalty)
 
     def _assigned(self, going: list[tuple[str, Hypothesis]]) -> list[BeamChoice]:
         """Give each hypothesis a name, its parent's own if that is still free."""

@@ -7,6 +7,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,16 +18,18 @@ from pagedjax.engine.beam_search import BeamSearch, num_candidates
 from pagedjax.engine.block_tables import TableMirror
 from pagedjax.engine.compilation_cache import enable_compilation_cache
 from pagedjax.engine.in_flight import Done, InFlight
-from pagedjax.engine.kv_pool import blocks_that_fit, kv_spec
-from pagedjax.engine.kv_scales import calibrate, default_sequences, scales_for
+from pagedjax.engine.kv_pool import COMPRESSED_DTYPES, blocks_that_fit, kv_spec
+from pagedjax.engine.kv_scales import KVScales, calibrate, default_sequences, scales_for
 from pagedjax.engine.logprobs import HostSamples
-from pagedjax.engine.lower_tiers import open_lower_tiers
+from pagedjax.engine.lower_tiers import LowerTiers, open_lower_tiers
+from pagedjax.engine.persistence import recalibrate, resize_pool
 from pagedjax.engine.request_checks import checked_request
 from pagedjax.engine.requests import Completion, LiveRequest, PromptTarget
 from pagedjax.engine.runner import ModelRunner
 from pagedjax.engine.sampling_records import SamplingRecords
 from pagedjax.engine.scheduler_options import scheduler_config
-from pagedjax.engine.stats import EngineStats, LowerTierStats
+from pagedjax.engine.snapshot import restore_snapshot, save_snapshot
+from pagedjax.engine.stats import EngineStats
 from pagedjax.engine.step_inputs import SamplingLayout
 from pagedjax.engine.step_memory import planned_step_bytes
 from pagedjax.models.params import Params
@@ -84,27 +87,15 @@ class Engine:
         self.arch = arch
         self.tokenizer = tokenizer
         self.generation = model.generation
-        self.kv_spec = kv_spec(arch, config, num_blocks=num_blocks, dtype=table.dtype)
-        self._scheduler = Scheduler(scheduler_config(self.config, arch, self.kv_spec))
         kv_scales = None
-        if self.kv_spec.is_compressed:
+        if self.config.kv_cache_dtype != "auto":
             measured = model.kv_calibration or calibrate(
                 arch,
                 model.params,
                 default_sequences(arch.vocab, tokenizer),
-                max_len=self.max_model_len,
+                max_len=config.max_model_len or arch.max_positions,
             )
-            kv_scales = scales_for(measured, self.kv_spec.dtype)
-        self._runner = ModelRunner(
-            arch,
-            model.params,
-            self.kv_spec,
-            self.config,
-            max_blocks_per_seq=self._scheduler.config.max_blocks_per_seq,
-            kv_scales=kv_scales,
-        )
-        sizes = self._scheduler.config
-        self._tables = TableMirror(sizes.max_num_seqs, sizes.max_blocks_per_seq, sizes.block_size)
+            kv_scales = scales_for(measured, COMPRESSED_DTYPES[self.config.kv_cache_dtype])
         self._records = SamplingRecords()
         self._live: dict[str, LiveRequest] = {}
         self._by_key: dict[str, tuple[LiveRequest, Completion]] = {}
@@ -114,11 +105,38 @@ class Engine:
         self._serial = self._steps = self._prompt_tokens = self._generated_tokens = 0
         self._blocks_peak = 0
         self._in_step = False
+        self._lower: LowerTiers | None = None
+        self._open(self.config, model.params, kv_scales, progress)
+
+    def _open(
+        self,
+        config: EngineConfig,
+        params: Params,
+        kv_scales: Sequence[KVScales] | None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Make scheduler, pool and steps for `config`, in place of those there may be."""
+        if self._lower is not None:
+            self._lower.close()
+        assert config.num_blocks
+        arch, dtype = self.arch, params["embed.table"].dtype
+        self.config = config
+        self.kv_spec = kv_spec(arch, config, num_blocks=config.num_blocks, dtype=dtype)
+        self._scheduler = Scheduler(scheduler_config(config, arch, self.kv_spec))
+        sizes = self._scheduler.config
+        self._runner = ModelRunner(
+            arch,
+            params,
+            self.kv_spec,
+            config,
+            max_blocks_per_seq=sizes.max_blocks_per_seq,
+            kv_scales=kv_scales,
+        )
+        self._tables = TableMirror(sizes.max_num_seqs, sizes.max_blocks_per_seq, sizes.block_size)
+        self._in_flight.clear()
         if config.warm_up:
             self._runner.warm_up(progress)
-        self._lower = open_lower_tiers(
-            self.config, arch, self.kv_spec, self._scheduler, self._runner
-        )
+        self._lower = open_lower_tiers(config, arch, self.kv_spec, self._scheduler, self._runner)
 
     @property
     def max_model_len(self) -> int:
@@ -281,53 +299,33 @@ class Engine:
         self._scheduler.reset_prefix_cache()
 
     def calibrate_kv(self, sequences: Sequence[Sequence[int]]) -> None:
-        """Choose the scales of a compressed KV cache by token sequences of your own.
-
-        The cache is emptied, since what is in it was stored with other scales.
-
-        Args:
-            sequences: token ids, typical of what will be served.
-
-        Raises:
-            ValueError: the cache is not compressed, requests are being served, or there is no
-                token.
-        """
-        if not self.kv_spec.is_compressed:
-            raise ValueError(
-                f"calibration is for kv_cache_dtype fp8 and int8, got {self.config.kv_cache_dtype}"
-            )
-        if self._live:
-            raise ValueError(f"calibration needs an idle engine, got {len(self._live)} requests")
-        params = self._runner.params
-        measured = calibrate(self.arch, params, sequences, max_len=self.max_model_len)
-        self._runner.set_kv_scales(scales_for(measured, self.kv_spec.dtype))
-        self._scheduler.reset_prefix_cache()
+        """Choose the scales of a compressed KV cache: `pagedjax.engine.persistence.recalibrate`."""
+        recalibrate(self, sequences)
 
     def stats(self) -> EngineStats:
         """Figures as of now."""
-        scheduler, blocks = self._scheduler, self._scheduler.blocks
-        return EngineStats(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            blocks_used=scheduler.num_used_blocks,
+        lower = 0 if self._lower is None else self._lower.mover.compiles_after_warmup
+        return EngineStats.of(
+            self._scheduler,
+            self.kv_spec.block_bytes,
             blocks_peak=self._blocks_peak,
-            blocks_cached=blocks.pool.num_cached,
-            blocks_total=scheduler.config.num_blocks - 1,
-            block_bytes=self.kv_spec.block_bytes,
-            pool_bytes=self.kv_spec.block_bytes * self.kv_spec.num_blocks,
-            prefix_lookup_tokens=blocks.num_lookup_tokens,
-            prefix_hit_tokens=blocks.num_hit_tokens,
-            evictions=blocks.pool.num_evicted,
-            blocks_copied=blocks.num_copied,
-            preemptions=scheduler.num_preemptions,
-            swaps=scheduler.num_swaps,
-            lower=LowerTierStats.of(blocks.tiers),
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
-            compiles_after_warmup=self._runner.compiles_after_warmup
-            + (0 if self._lower is None else self._lower.mover.compiles_after_warmup),
+            compiles_after_warmup=self._runner.compiles_after_warmup + lower,
         )
+
+    def resize_pool(self, num_blocks: int) -> None:
+        """Give the KV pool another size: `pagedjax.engine.persistence.resize_pool`."""
+        resize_pool(self, num_blocks)
+
+    def snapshot(self, path: str | Path) -> None:
+        """Write cache and running requests to a directory: see `save_snapshot`."""
+        save_snapshot(self, path)
+
+    def restore(self, path: str | Path) -> list[RequestOutput]:
+        """Go on with the requests of a snapshot: see `restore_snapshot`."""
+        return restore_snapshot(self, path)
 
     def block_map(self) -> BlockMap:
         """What every block of the pool is used for; takes milliseconds for a large pool."""

@@ -78,6 +78,10 @@ class SamplingRecords:
             record["stop_ids"][: len(stop_ids)] = sorted(stop_ids)
         return row
 
+    def seed(self, row: int) -> int:
+        """The seed of a row."""
+        return int(self._table["seed"][row])
+
     def remove(self, row: int) -> None:
         """Give a row back."""
         self._free.append(row)

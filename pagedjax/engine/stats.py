@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
+from scheduler import Scheduler
 from scheduler.tiers import Tiers
 from scheduler.transfers import TierCounts
 
@@ -89,6 +90,28 @@ class EngineStats:
     compiles_after_warmup: int
     swaps: int = 0
     lower: LowerTierStats = field(default_factory=LowerTierStats)
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, block_bytes: int, **counts: int) -> EngineStats:
+        """The figures that a scheduler knows, and `counts` for the others."""
+        blocks, num_blocks = scheduler.blocks, scheduler.config.num_blocks
+        return cls(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            blocks_used=scheduler.num_used_blocks,
+            blocks_cached=blocks.pool.num_cached,
+            blocks_total=num_blocks - 1,
+            block_bytes=block_bytes,
+            pool_bytes=block_bytes * num_blocks,
+            prefix_lookup_tokens=blocks.num_lookup_tokens,
+            prefix_hit_tokens=blocks.num_hit_tokens,
+            evictions=blocks.pool.num_evicted,
+            blocks_copied=blocks.num_copied,
+            preemptions=scheduler.num_preemptions,
+            swaps=scheduler.num_swaps,
+            lower=LowerTierStats.of(blocks.tiers),
+            **counts,
+        )
 
     @property
     def block_utilisation(self) -> float:

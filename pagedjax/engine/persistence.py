@@ -1,0 +1,244 @@
+"""An engine's cache and running requests beyond its life, or in a pool of another size.
+
+Between two steps all there is to know of a request is its tokens, how many of them the pool holds
+the keys and values of, and how to sample the next. Steps in flight are left out: what they compute
+is computed again, from the same numbers, in steps of the same sequences. Beam searches begin anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pagedjax.engine.kv_pool import KVPool
+from pagedjax.engine.kv_scales import calibrate, scales_for
+from pagedjax.engine.requests import LiveRequest
+from pagedjax.engine.scheduler_options import scheduler_config
+from pagedjax.outputs import CompletionOutput, RequestOutput
+from pagedjax.sampling_params import BeamSearchParams, SamplingParams
+from pagedjax.tokenizer import TextStream
+from scheduler import FinishReason
+from scheduler.snapshot import SchedulerState, export_state, restore_state
+
+if TYPE_CHECKING:
+    from pagedjax.engine.engine import Engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryImage:
+    """Sequences, cache, and the content of the blocks that these need.
+
+    Attributes:
+        state: names blocks of the pool that the image was taken of.
+        content: an array per layer, `[blocks, 2, kv_heads, block_size, head_dim]`, in the order of
+            `state.blocks()`.
+    """
+
+    state: SchedulerState
+    content: list[np.ndarray]
+
+
+def take_image(engine: Engine) -> MemoryImage:
+    """Copy to the host what an engine's memory holds; waits for the steps in flight."""
+    untold: dict[str, int] = {}
+    for step in engine._in_flight:
+        for target in step.targets:
+            key = target.request.completions[0].key
+            untold[key] = min(untold.get(key, target.position), target.position - 1)
+    state = export_state(engine._scheduler, untold)
+    blocks = np.array(state.blocks(), np.int32)
+    content: list[np.ndarray] = []
+
+    def read(pool: KVPool) -> KVPool:
+        content.extend(np.asarray(layer[blocks]) for layer in pool)
+        return pool
+
+    engine._runner.update_pool(read)
+    return MemoryImage(state=state, content=content)
+
+
+def put_image(engine: Engine, image: MemoryImage) -> None:
+    """Put an image into an engine whose scheduler knows its requests and has planned nothing."""
+    sources = restore_state(engine._scheduler, image.state)
+    at = {block: index for index, block in enumerate(image.state.blocks())}
+    rows = np.array([at[source] for source in sources.values()], np.int32)
+    blocks = np.array(list(sources), np.int32)
+    if len(blocks):
+        write = jax.jit(lambda layer, new: layer.at[blocks].set(new), donate_argnums=(0,))
+        engine._runner.update_pool(
+            lambda pool: [
+                write(layer, jnp.asarray(content[rows]))
+                for layer, content in zip(pool, image.content, strict=True)
+            ]
+        )
+
+
+def resize_pool(engine: Engine, num_blocks: int) -> None:
+    """Give an engine's KV pool another size; requests and as much of the cache as fits stay.
+
+    Compiles every step anew if the engine was warmed up. Counters of the pool begin at 0, and host
+    memory below the pool is emptied.
+
+    Args:
+        engine: between two steps.
+        num_blocks: blocks of the pool, the null block included.
+
+    Raises:
+        ValueError: a request is longer than such a pool, or a beam search runs; nothing has
+            changed.
+    """
+    config = dataclasses.replace(engine.config, num_blocks=num_blocks)
+    spec = dataclasses.replace(engine.kv_spec, num_blocks=num_blocks)
+    limit = scheduler_config(config, engine.arch, spec).max_seq_len
+    seqs = sorted(engine._scheduler.sequences(), key=lambda seq: seq.seq_id)
+    if any(seq.request.beam for seq in seqs):
+        raise ValueError("the pool cannot be resized while beam searches run")
+    longest = max((seq.num_known for seq in seqs), default=0)
+    if longest >= limit:
+        raise ValueError(
+            f"a request has {longest} tokens, a pool of {num_blocks} blocks holds {limit}: "
+            "at least one more is needed to go on"
+        )
+    image = take_image(engine)
+    requests = [
+        dataclasses.replace(seq.request, sibling_of=_live_sibling(seq.siblings, seq))
+        for seq in seqs
+    ]
+    engine._runner.update_pool(lambda _: [])  # the old pool goes before the new one comes
+    engine._open(config, engine._runner.params, engine._runner.kv_scales)
+    for request in requests:
+        engine._scheduler.add(request)
+    put_image(engine, image)
+
+
+def recalibrate(engine: Engine, sequences: Sequence[Sequence[int]]) -> None:
+    """Choose the scales of a compressed KV cache by token sequences of the caller's.
+
+    The cache is emptied, since what is in it was stored with other scales.
+
+    Args:
+        engine: without requests.
+        sequences: token ids, typical of what will be served.
+
+    Raises:
+        ValueError: the cache is not compressed, requests are being served, or there is no token.
+    """
+    spec, kind = engine.kv_spec, engine.config.kv_cache_dtype
+    if not spec.is_compressed:
+        raise ValueError(f"calibration is for kv_cache_dtype fp8 and int8, got {kind}")
+    if engine._live:
+        raise ValueError(f"calibration needs an idle engine, got {len(engine._live)} requests")
+    params = engine._runner.params
+    measured = calibrate(engine.arch, params, sequences, max_len=engine.max_model_len)
+    engine._runner.set_kv_scales(scales_for(measured, spec.dtype))
+    engine._scheduler.reset_prefix_cache()
+
+
+def _live_sibling(siblings: Sequence[Any], seq: Any) -> str | None:
+    """The oldest live sequence of the same prompt, unless it is the one itself."""
+    oldest = min(siblings, key=lambda one: one.seq_id, default=seq)
+    return None if oldest is seq else oldest.request.request_id
+
+
+def request_records(engine: Engine) -> list[dict[str, Any]]:
+    """The live requests as plain data, oldest first."""
+    return [_request_record(engine, live) for live in engine._live.values()]
+
+
+def restore_requests(engine: Engine, records: Sequence[Mapping[str, Any]]) -> None:
+    """Queue the requests of another engine, so that only the image of its memory is missing.
+
+    Raises:
+        ValueError: one of them can not be served here; none has been queued.
+    """
+    serial = engine._serial
+    try:
+        for record in records:
+            _restore_request(engine, record)
+    except ValueError:
+        for record in records:
+            engine.abort(record["request_id"])
+        engine._news.clear()
+        raise
+    finally:
+        engine._serial = max(serial, engine._serial)
+
+
+def outputs_so_far(engine: Engine, state: SchedulerState) -> list[RequestOutput]:
+    """What the requests had handed out before, without log-probabilities."""
+    tokens = {seq.request_id: seq.outputs for seq in state.sequences}
+    outputs: list[RequestOutput] = []
+    for live in engine._live.values():
+        parts = [
+            CompletionOutput(
+                index=completion.index,
+                text=_retell(completion.text, tokens.get(completion.key, ())),
+                token_ids=tokens.get(completion.key, ()),
+            )
+            for completion in live.completions
+            if completion.finish_reason is None
+        ]
+        outputs.append(
+            RequestOutput(
+                request_id=live.request_id,
+                prompt=live.prompt,
+                prompt_token_ids=live.prompt_token_ids,
+                outputs=tuple(parts),
+                num_cached_tokens=live.num_cached_tokens,
+                timings=live.timings,
+            )
+        )
+    return outputs
+
+
+def _retell(stream: TextStream | None, tokens: Sequence[int]) -> str:
+    """Bring a fresh stream of text to where it was; the text that it had handed out."""
+    return stream.push(tokens)[0] if stream is not None and tokens else ""
+
+
+def _request_record(engine: Engine, live: LiveRequest) -> dict[str, Any]:
+    search = live.beams
+    params: Any = live.params if search is None else search.params
+    completion = live.completions[0]
+    return {
+        "request_id": live.request_id,
+        "prompt": live.prompt,
+        "prompt_token_ids": list(live.prompt_token_ids),
+        "is_beam_search": search is not None,
+        "params": dataclasses.asdict(params),
+        "serial": int(completion.key.split(".")[0]),
+        "seed": engine._records.seed(completion.record) if search is None else 0,
+        "ended": [c.index for c in live.completions if c.finish_reason and search is None],
+        "num_cached_tokens": live.num_cached_tokens,
+        "has_begun": live.timings.first_token is not None,
+        "told_first": live.told_first,
+    }
+
+
+def _restore_request(engine: Engine, record: Mapping[str, Any]) -> None:
+    params: SamplingParams | BeamSearchParams
+    if record["is_beam_search"]:
+        params = BeamSearchParams(**record["params"])
+    else:
+        params = SamplingParams(**{**record["params"], "seed": record["seed"]})
+    engine._serial = record["serial"]  # its sequences get the names that they had
+    prompt, tokens = record["prompt"], record["prompt_token_ids"]
+    engine.add_request(record["request_id"], prompt, tokens, params)
+    live = engine._live[record["request_id"]]
+    for index in record["ended"]:
+        completion = live.completions[index]
+        completion.finish_reason = "stop"  # which, its reader has been told
+        engine._scheduler.finish(completion.key, FinishReason.STOP)
+        engine._end(live, completion)
+    live.num_cached_tokens = record["num_cached_tokens"]
+    live.told_first = record["told_first"]
+    if record["has_begun"]:
+        now = time.monotonic()
+        live.stamp(scheduled=now, first_token=now)

@@ -1,0 +1,268 @@
+"""Requests and cache go on in another engine, another process, or a pool of another size."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagedjax.outputs import RequestOutput
+from pagedjax.sampling_params import BeamSearchParams, SamplingParams
+from tests.support.tiny_engines import drain, random_prompts, tiny_engine, tiny_model
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, n=2)
+SCORED = SamplingParams(
+    temperature=0.0, max_tokens=9, ignore_eos=True, logprobs=0, prompt_logprobs=1
+)
+LENGTHS = [5, 40, 17, 60, 33]
+
+
+def requests():
+    prompts = random_prompts(LENGTHS)
+    each = [GREEDY, GREEDY, SAMPLED, GREEDY, SCORED]
+    return {
+        str(i): (prompt, params)
+        for i, (prompt, params) in enumerate(zip(prompts, each, strict=True))
+    }
+
+
+def add_all(engine):
+    for request_id, (prompt, params) in requests().items():
+        engine.add_request(request_id, None, prompt, params)
+
+
+def run(engine, steps):
+    """Deltas of so many steps, by request."""
+    deltas = {}
+    for _ in range(steps):
+        for delta in engine.step():
+            deltas.setdefault(delta.request_id, []).append(delta)
+    return deltas
+
+
+def whole(before, after):
+    """Tokens and log-probabilities of every completion, from deltas of two lives."""
+    found = {}
+    for request_id in requests():
+        parts = [*before.get(request_id, []), *after.get(request_id, [])]
+        joined = RequestOutput.joined(parts)
+        found[request_id] = (
+            [(output.token_ids, output.logprobs) for output in joined.outputs],
+            joined.prompt_logprobs,
+        )
+    return found
+
+
+def uninterrupted(**options):
+    engine = tiny_engine(**options)
+    add_all(engine)
+    return whole(run(engine, 500), {})
+
+
+def continued(engine):
+    deltas = {}
+    while engine.has_unfinished():
+        for delta in engine.step():
+            deltas.setdefault(delta.request_id, []).append(delta)
+    return deltas
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8"}, {"prefix_caching": False}])
+def test_continuations_are_equal_to_the_last_bit(tmp_path, options):
+    wanted = uninterrupted(**options)
+    for steps in (1, 3, 6, 12):
+        engine = tiny_engine(**options)
+        add_all(engine)
+        before = run(engine, steps)
+        engine.snapshot(tmp_path / "s")
+        other = tiny_engine(**options)
+        so_far = other.restore(tmp_path / "s")
+        for output in so_far:
+            told = [d for d in before.get(output.request_id, []) if d.outputs]
+            for completion in output.outputs:
+                tokens = [o.token_ids for d in told for o in d.outputs
+                          if o.index == completion.index]  # fmt: skip
+                assert completion.token_ids == tuple(t for part in tokens for t in part)
+        assert whole(before, continued(other)) == wanted, steps
+        assert whole(before, continued(engine)) == wanted, "the engine itself goes on, too"
+
+
+def test_computed_tokens_are_kept_and_the_cache_survives(tmp_path):
+    engine = tiny_engine()
+    prompt = random_prompts([70])[0]
+    engine.add_request("a", None, prompt, replace(GREEDY, max_tokens=4))
+    drain(engine)
+    engine.add_request("b", None, random_prompts([50], seed=3)[0], GREEDY)
+    run(engine, 4)
+    engine.snapshot(tmp_path / "s")
+    other = tiny_engine(num_blocks=60)
+    other.restore(tmp_path / "s")
+    plan = other._scheduler.schedule()
+    assert plan.counts.tolist() == [1]
+    other.abort("b")
+    other._scheduler.update(plan, np.zeros(plan.num_samples, np.int32))
+    drain(other)
+    other.add_request("c", None, prompt, GREEDY)
+    assert drain(other)["c"].num_cached_tokens == 64
+
+
+def test_seeds_of_later_requests_go_on(tmp_path):
+    engine = tiny_engine()
+    engine.add_request("a", None, [1, 2, 3], SAMPLED)
+    run(engine, 3)
+    engine.snapshot(tmp_path / "s")
+    other = tiny_engine()
+    other.restore(tmp_path / "s")
+    outputs = []
+    for one in (engine, other):
+        one.add_request("later", None, [5, 6], SAMPLED)
+        outputs.append([o.token_ids for o in drain(one)["later"].outputs])
+    assert outputs[0] == outputs[1]
+
+
+def test_a_beam_search_begins_anew_and_ends_alike(tmp_path):
+    search = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
+    engine = tiny_engine()
+    engine.add_request("a", None, random_prompts([20])[0], search)
+    run(engine, 4)
+    engine.snapshot(tmp_path / "s")
+    other = tiny_engine()
+    other.restore(tmp_path / "s")
+    ends = [[(o.token_ids, o.score) for o in drain(e)["a"].outputs] for e in (engine, other)]
+    assert ends[0] == ends[1] and len(ends[0]) == 3
+    with pytest.raises(ValueError, match="beam searches run"):
+        engine.add_request("b", None, [1, 2, 3], search)
+        engine.step()
+        engine.resize_pool(50)
+
+
+def test_snapshots_of_others_and_damaged_ones_are_refused(tmp_path):
+    engine = tiny_engine()
+    engine.add_request("a", None, random_prompts([40])[0], GREEDY)
+    run(engine, 4)
+    path = tmp_path / "s"
+    engine.snapshot(path)
+    with pytest.raises(ValueError, match="another model's weights"):
+        tiny_engine(tiny_model(seed=1)).restore(path)
+    with pytest.raises(ValueError, match="another model$"):
+        tiny_engine(tiny_model(layers=1, windows=(None,))).restore(path)
+    for options in ({"kv_cache_dtype": "int8"}, {"block_size": 32}):
+        with pytest.raises(ValueError, match="another kind of KV cache"):
+            tiny_engine(**options).restore(path)
+    with pytest.raises(ValueError, match="idle engine"):
+        engine.restore(path)
+    with pytest.raises(ValueError, match="is no snapshot"):
+        tiny_engine().restore(tmp_path / "nothing")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ValueError, match="exists and is no snapshot"):
+        engine.snapshot(tmp_path / "other")
+    for name in ("blocks.1.bin", "state.json"):
+        whole_file = (path / name).read_bytes()
+        for content in (whole_file[:-1], whole_file[:-1] + b"\x07", b""):
+            (path / name).write_bytes(content)
+            with pytest.raises(ValueError, match="damaged"):
+                tiny_engine().restore(path)
+        (path / name).write_bytes(whole_file)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"version": 2}))
+    with pytest.raises(ValueError, match="wanted 'pagedjax-snapshot' version 1, got .* 2"):
+        tiny_engine().restore(path)
+
+
+def test_a_snapshot_replaces_an_earlier_one_and_leaves_nothing_beside_it(tmp_path, monkeypatch):
+    engine = tiny_engine()
+    engine.add_request("a", None, random_prompts([20])[0], GREEDY)
+    for _ in range(3):
+        engine.step()
+        engine.snapshot(tmp_path / "s")
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+    kept = (tmp_path / "s" / "state.json").read_bytes()
+    monkeypatch.setattr("os.fsync", lambda handle: (_ for _ in ()).throw(OSError("disk is full")))
+    engine.step()
+    with pytest.raises(OSError, match="disk is full"):
+        engine.snapshot(tmp_path / "s")
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+    assert (tmp_path / "s" / "state.json").read_bytes() == kept
+
+
+@pytest.mark.parametrize("num_blocks", [16, 60, 400])
+def test_a_pool_of_another_size_changes_no_token(num_blocks):
+    wanted = uninterrupted()
+    engine = tiny_engine()
+    add_all(engine)
+    before = run(engine, 6)
+    engine.resize_pool(num_blocks)
+    assert engine.stats().blocks_total == num_blocks - 1
+    assert engine.kv_spec.num_blocks == engine.config.num_blocks == num_blocks
+    found = whole(before, continued(engine))
+    for request_id, (completions, _) in wanted.items():
+        tokens = [token_ids for token_ids, _ in found[request_id][0]]
+        assert tokens == [token_ids for token_ids, _ in completions]
+
+
+def test_a_pool_too_small_for_a_request_is_refused_and_nothing_changes():
+    engine = tiny_engine()
+    add_all(engine)
+    before = run(engine, 14)
+    with pytest.raises(ValueError, match=r"has \d+ tokens, a pool of 5 blocks holds 64"):
+        engine.resize_pool(5)
+    assert whole(before, continued(engine)) == uninterrupted()
+
+
+def test_a_resized_engine_that_was_warm_compiles_nothing_later():
+    engine = tiny_engine(warm_up=True, max_num_seqs=2, max_num_batched_tokens=16)
+    engine.add_request("a", None, random_prompts([30])[0], GREEDY)
+    run(engine, 3)
+    engine.resize_pool(40)
+    drain(engine)
+    assert engine.stats().compiles_after_warmup == 0
+
+
+CHILD = """
+import os, signal, sys
+from tests.engine.test_snapshot import add_all, run
+from tests.support.tiny_engines import tiny_engine
+
+engine = tiny_engine()
+add_all(engine)
+for request_id, deltas in run(engine, 7).items():
+    for delta in deltas:
+        for output in delta.outputs:
+            print(request_id, output.index, *output.token_ids)
+engine.snapshot(sys.argv[1])
+sys.stdout.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_requests_survive_a_kill(tmp_path):
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(tmp_path / "s")],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert done.returncode == -9, done.stderr
+    tokens = {}
+    for line in done.stdout.splitlines():
+        request_id, index, *new = line.split()
+        tokens.setdefault((request_id, int(index)), []).extend(map(int, new))
+    engine = tiny_engine()
+    engine.restore(tmp_path / "s")
+    for request_id, deltas in continued(engine).items():
+        for delta in deltas:
+            for output in delta.outputs:
+                tokens.setdefault((request_id, output.index), []).extend(output.token_ids)
+    wanted = {
+        (request_id, index): list(token_ids)
+        for request_id, (completions, _) in uninterrupted().items()
+        for index, (token_ids, _) in enumerate(completions)
+    }
+    assert tokens == wanted
