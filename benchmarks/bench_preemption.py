@@ -3,14 +3,15 @@
     python -m benchmarks.bench_preemption --shape llama3.1-8b --lengths 512 2048 8192 32768 \\
         --requests 32 --prompt-len 4096 --output-len 2048 --host-gb 24 \\
         --out benchmarks/results/preemption.jsonl --plot benchmarks/results/preemption.png
-    python -m benchmarks.bench_preemption --shape tiny --dtype float32 --lengths 64 256 1024 \\
-        --requests 16 --prompt-len 250 --output-len 350 --max-num-seqs 8 \\
-        --max-num-batched-tokens 256 --host-gb 0.02
+    python -m benchmarks.bench_preemption --shape smollm2-135m --dtype float32 \\
+        --lengths 64 128 256 512 --requests 10 --prompt-len 200 --output-len 150 \\
+        --max-num-seqs 8 --max-num-batched-tokens 256 --host-gb 1
 
 One JSON line per length: the measured time to copy a sequence's blocks to the host and back, and
 to compute its tokens again, beside what `SwapCost` says of both. One line per policy for the
 burst, in a pool of a quarter of what all requests need together: tokens per second, preemptions,
-swaps. Prefix caching is off, so that recomputing does what its name says; weights are random.
+swaps; the policies run by turns. Prefix caching is off, so that recomputing does what its name
+says; weights are random.
 """
 
 from __future__ import annotations
@@ -105,29 +106,39 @@ def crossover(model: LoadedModel, args: argparse.Namespace) -> list[dict[str, An
     return rows
 
 
-def burst(model: LoadedModel, args: argparse.Namespace, policy: str) -> dict[str, Any]:
-    """Figures of the burst under one policy."""
+def bursts(model: LoadedModel, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Figures of the burst under each policy: of the fastest of a few runs by turns."""
     shapes = [RequestShape(args.prompt_len, args.output_len, 0.0)] * args.requests
     needed = args.requests * -(-(args.prompt_len + args.output_len) // args.block_size)
-    config: EngineConfig = dataclasses.replace(
-        engine_config(args, args.prompt_len + args.output_len),
-        num_blocks=1 + needed // 4,
-        prefix_caching=False,
-        preemption=policy,
-        host_cache_bytes=0 if policy == "recompute" else int(args.host_gb * 1e9),
-    )
-    engine = Engine(model, None, config)
-    warm(engine)
-    seconds, _ = serve(engine, shapes, random_prompts(shapes, engine.arch.vocab))
-    stats = engine.stats()
-    return {
-        **throughput(shapes, seconds),
-        "preemption": policy,
-        "preemptions": stats.preemptions,
-        "swaps": engine._scheduler.num_swaps,
-        "num_blocks": config.num_blocks,
-        "compiles_after_warmup": stats.compiles_after_warmup,
-    }
+    engines: dict[str, Engine] = {}
+    for policy in POLICIES:
+        config: EngineConfig = dataclasses.replace(
+            engine_config(args, args.prompt_len + args.output_len),
+            num_blocks=1 + needed // 4,
+            prefix_caching=False,
+            preemption=policy,
+            host_cache_bytes=0 if policy == "recompute" else int(args.host_gb * 1e9),
+        )
+        engines[policy] = Engine(model, None, config)
+        warm(engines[policy])
+    prompts = random_prompts(shapes, model.arch.vocab)
+    best: dict[str, dict[str, Any]] = {}
+    for _ in range(args.repeats):
+        for policy, engine in engines.items():
+            before = engine.stats()
+            seconds, _ = serve(engine, shapes, prompts)
+            after = engine.stats()
+            if policy not in best or seconds < best[policy]["seconds"]:
+                best[policy] = {
+                    **throughput(shapes, seconds),
+                    "preemption": policy,
+                    "preemptions": after.preemptions - before.preemptions,
+                    "swaps": after.swaps - before.swaps,
+                    "num_blocks": engine.config.num_blocks,
+                    "compiles_after_warmup": after.compiles_after_warmup,
+                    "repeats": args.repeats,
+                }
+    return best
 
 
 def bytes_of_a_block(model: LoadedModel, args: argparse.Namespace) -> int:
@@ -162,6 +173,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-len", type=int, default=4096)
     parser.add_argument("--output-len", type=int, default=2048)
     parser.add_argument("--host-gb", type=float, default=24.0, help="host memory for the swaps")
+    parser.add_argument("--repeats", type=int, default=2, help="of the burst; the fastest counts")
     parser.add_argument("--plot", type=Path, help="draw the times of the lengths here")
     return parser
 
@@ -175,16 +187,14 @@ def main() -> None:
     if args.plot is not None:
         plot(rows, f"{args.shape} {args.dtype}, {jax.devices()[0].device_kind}", args.plot)
     gc.collect()  # the pool of the engine before
-    rates = {}
     load = f"burst of {args.requests} x {args.prompt_len}+{args.output_len}"
-    for policy in POLICIES:
-        figures = burst(model, args, policy)
-        rates[policy] = figures["total_tokens_per_s"]
+    best = bursts(model, args)
+    for policy, figures in best.items():
+        speedup = best["recompute"]["seconds"] / figures["seconds"]
         record(
             "preemption", case_name(args, f"{load} {policy}"), args.out, **figures,
-            speedup_over_recompute=round(rates[policy] / rates["recompute"], 4),
+            speedup_over_recompute=round(speedup, 4),
         )  # fmt: skip
-        gc.collect()
 
 
 if __name__ == "__main__":

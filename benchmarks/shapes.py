@@ -41,6 +41,10 @@ SHAPES: dict[str, ArchConfig] = {
         mlp=3072, norm_eps=1e-6, rope=RopeConfig(theta=1e6), qk_norm=True, tied=True,
         max_positions=40960,
     ),
+    "smollm2-135m": _arch(
+        30, family="llama", vocab=49152, embed=576, q_heads=9, kv_heads=3, head_dim=64, mlp=1536,
+        norm_eps=1e-5, rope=RopeConfig(theta=1e5), tied=True, max_positions=8192,
+    ),
     # For dry runs on a CPU.
     "tiny": _arch(
         2, family="qwen3", vocab=512, embed=64, q_heads=4, kv_heads=2, head_dim=16, mlp=128,
