@@ -1,7 +1,7 @@
 """Preemption by swap beside recompute: where they cross, and a burst in a pool too small for it.
 
     python -m benchmarks.bench_preemption --shape llama3.1-8b --lengths 512 2048 8192 32768 \\
-        --requests 32 --prompt-len 4096 --output-len 2048 --host-gb 24 \\
+        --requests 32 --prompt-len 4096 --output-len 2048 --max-num-seqs 32 \\
         --out benchmarks/results/preemption.jsonl --plot benchmarks/results/preemption.png
     python -m benchmarks.bench_preemption --shape smollm2-135m --dtype float32 \\
         --lengths 64 128 256 512 --requests 10 --prompt-len 200 --output-len 150 \\
@@ -172,7 +172,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--prompt-len", type=int, default=4096)
     parser.add_argument("--output-len", type=int, default=2048)
-    parser.add_argument("--host-gb", type=float, default=24.0, help="host memory for the swaps")
+    parser.add_argument("--host-gb", type=float, default=8.0, help="host memory for the swaps")
     parser.add_argument("--repeats", type=int, default=2, help="of the burst; the fastest counts")
     parser.add_argument("--plot", type=Path, help="draw the times of the lengths here")
     return parser
