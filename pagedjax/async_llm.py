@@ -21,6 +21,7 @@ from pagedjax.tokenizer import Message, Tokenizer
 if TYPE_CHECKING:
     from pagedjax.engine.engine import Engine
     from pagedjax.engine.stats import EngineStats
+    from pagedjax.models.params import Params
 
 _Item = RequestOutput | BaseException
 _Command = tuple[Callable[[], Any], "Future[Any]"]
@@ -161,6 +162,29 @@ class AsyncLLM:
             EngineStopped: the engine was closed, or failed.
         """
         return await asyncio.wrap_future(self._submit(self._engine.stats))
+
+    async def swap_params(self, params: Params) -> None:
+        """Serve with other parameters from the next step on; see `Engine.swap_params`.
+
+        Args:
+            params: as `LoadedModel.params`: the same names, shapes and dtypes, on the same device.
+
+        Raises:
+            ValueError: a name, shape, dtype or device differs; nothing has changed.
+            EngineStopped: the engine was closed, or failed.
+        """
+        await asyncio.wrap_future(self._submit(lambda: self._engine.swap_params(params)))
+
+    async def snapshot(self, path: str | Path) -> None:
+        """Write the prefix cache and the running requests to a directory; see `LLM.snapshot`.
+
+        Steps wait while it is written.
+
+        Raises:
+            ValueError: there is something else.
+            EngineStopped: the engine was closed, or failed.
+        """
+        await asyncio.wrap_future(self._submit(lambda: self._engine.snapshot(path)))
 
     async def _stream(
         self,

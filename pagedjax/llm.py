@@ -179,6 +179,40 @@ class LLM:
         conversations = conversation_list(messages)
         return self._deltas(self._requests(conversations, self._frontend.chat_tokens, params))
 
+    def snapshot(self, path: str | Path) -> None:
+        """Write the prefix cache and the running requests to a directory; all go on here too.
+
+        Between two deltas of `stream`, or after `generate`, when only the cache is left.
+
+        Args:
+            path: to be created; an earlier snapshot there is replaced.
+
+        Raises:
+            ValueError: there is something else.
+        """
+        self.engine.snapshot(path)
+
+    def restore(self, path: str | Path) -> Deltas:
+        """Go on where `snapshot` was taken, in another process perhaps.
+
+        Args:
+            path: a snapshot of the same model with the same weights and kind of KV cache; the
+                pool may have another size.
+
+        Returns:
+            Like `stream`, with the requests numbered in order of arrival. Each one's first delta
+            repeats what it had said before, without log-probabilities. Closing it early aborts
+            what has not finished.
+
+        Raises:
+            ValueError: the snapshot is of another model or damaged, or requests are running here.
+        """
+        before = self.engine.restore(path)
+        named = [int(one.request_id) for one in before if one.request_id.isdecimal()]
+        first = max([int(next(self._request_ids)), *(number + 1 for number in named)])
+        self._request_ids = map(str, itertools.count(first))
+        return self._restored(before)
+
     def calibrate_kv(self, prompts: Prompt | Sequence[Prompt]) -> None:
         """Choose the scales of a compressed KV cache by prompts of your own; empties the cache.
 
@@ -218,19 +252,38 @@ class LLM:
                 else:
                     live[request_id] = index
                     self._inboxes[request_id] = inbox
-            while live:
-                if not inbox:
-                    self._step()
-                while inbox:
-                    delta = inbox.popleft()
-                    index = live[delta.request_id]
-                    if delta.finished:
-                        del live[delta.request_id], self._inboxes[delta.request_id]
-                    yield index, delta
+            yield from self._follow(live, inbox)
         finally:
-            for request_id in live:
-                del self._inboxes[request_id]
-                self.engine.abort(request_id)
+            self._leave(live)
+
+    def _restored(self, before: list[RequestOutput]) -> Deltas:
+        """What restored requests had said before, then what they go on to say."""
+        inbox: deque[RequestOutput] = deque()
+        live = {output.request_id: index for index, output in enumerate(before)}
+        self._inboxes |= dict.fromkeys(live, inbox)
+        try:
+            yield from enumerate(before)
+            yield from self._follow(live, inbox)
+        finally:
+            self._leave(live)
+
+    def _follow(self, live: dict[str, int], inbox: deque[RequestOutput]) -> Deltas:
+        """Run steps until all of `live` have finished; takes out of it those that have."""
+        while live:
+            if not inbox:
+                self._step()
+            while inbox:
+                delta = inbox.popleft()
+                index = live[delta.request_id]
+                if delta.finished:
+                    del live[delta.request_id], self._inboxes[delta.request_id]
+                yield index, delta
+
+    def _leave(self, live: dict[str, int]) -> None:
+        """Abort what has not finished when its iterator is closed."""
+        for request_id in live:
+            del self._inboxes[request_id]
+            self.engine.abort(request_id)
 
     def _step(self) -> None:
         """Run one step and hand its deltas to the iterators that wait for them.

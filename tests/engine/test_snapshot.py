@@ -12,6 +12,7 @@ import pytest
 
 from pagedjax.outputs import RequestOutput
 from pagedjax.sampling_params import BeamSearchParams, SamplingParams
+from scheduler import invariants
 from tests.support.tiny_engines import drain, random_prompts, tiny_engine, tiny_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
@@ -58,8 +59,8 @@ def whole(before, after):
     return found
 
 
-def uninterrupted(**options):
-    engine = tiny_engine(**options)
+def uninterrupted(model=None, **options):
+    engine = tiny_engine(model, **options)
     add_all(engine)
     return whole(run(engine, 500), {})
 
@@ -90,6 +91,34 @@ def test_continuations_are_equal_to_the_last_bit(tmp_path, options):
                 assert completion.token_ids == tuple(t for part in tokens for t in part)
         assert whole(before, continued(other)) == wanted, steps
         assert whole(before, continued(engine)) == wanted, "the engine itself goes on, too"
+
+
+@pytest.mark.parametrize(
+    ("windows", "options"),
+    [
+        ((20, 24), {}),
+        ((None, None), {"host_cache_bytes": 1 << 20, "preemption": "swap", "num_blocks": 14}),
+    ],
+)
+def test_windows_and_host_memory_change_nothing(tmp_path, windows, options):
+    model = tiny_model(windows=windows)
+    wanted = uninterrupted(model, **options)
+    for steps in (7, 15):
+        engine = tiny_engine(model, **options)
+        add_all(engine)
+        before = run(engine, steps)
+        engine.snapshot(tmp_path / "s")
+        other = tiny_engine(model, **options)
+        other.restore(tmp_path / "s")
+        found = whole(before, continued(other))
+        for request_id, (completions, _) in wanted.items():
+            tokens = [token_ids for token_ids, _ in found[request_id][0]]
+            assert tokens == [token_ids for token_ids, _ in completions]
+        invariants.check(other._scheduler)
+        if options:
+            engine.resize_pool(30)
+            assert len(continued(engine)) > 0
+            invariants.check(engine._scheduler)
 
 
 def test_computed_tokens_are_kept_and_the_cache_survives(tmp_path):
