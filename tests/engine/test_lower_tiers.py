@@ -264,6 +264,23 @@ def test_no_fault_of_the_disk_reaches_a_request(tmp_path, monkeypatch, slowness,
     assert sum(path.stat().st_size for path in files) <= engine.config.disk_cache_bytes * 1.5
 
 
+def test_a_pool_of_another_size_has_the_same_disk_below_it(tmp_path):
+    engine, prompts = fill_disk(tmp_path, preemption="swap")
+    for index, prompt in enumerate(prompts):
+        engine.add_request(str(index), None, prompt, GREEDY)
+    for _ in range(4):
+        engine.step()
+    engine.resize_pool(18)
+    outputs = drain(engine, on_step=check_books(engine))
+    # What came before the change has been handed out, and is not among these.
+    whole = expected(0, (100, 110, 120, 90))
+    for index, tokens in enumerate(whole):
+        got = outputs[str(index)].outputs[0].token_ids
+        assert got and got == tokens[-len(got) :]
+    assert counts(engine).disk_hits > 0
+    engine._lower.close()
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
 def test_compressed_blocks_come_back_as_they_left(kv_cache_dtype):
     """OF03: with their scales, and what was stored with other scales is not found.
