@@ -262,7 +262,7 @@ class BlockManager:
             return False
         self.index_full_blocks(seq)
         blocks = seq.blocks[: -(-seq.num_computed // self._block_size)]
-        keys = self._keys(seq, seq.num_indexed) if seq.parent is not None else []
+        keys = seq.keys(self.pool.index, seq.num_indexed) if seq.parent is not None else []
         saved = self.tiers.save(blocks, keys)
         if saved is None:
             return False
@@ -305,7 +305,7 @@ class BlockManager:
         """Begin to read what only the disk has of the prefix of a waiting sequence, once."""
         if self.tiers is not None and self._caching and seq.coming is None:
             num_blocks = self._longest_prefix(seq) // self._block_size
-            seq.coming = self.tiers.prefetch(self._keys(seq, num_blocks))
+            seq.coming = self.tiers.prefetch(seq.keys(self.pool.index, num_blocks))
 
     def reset_prefix_cache(self, seqs: Iterable[Sequence]) -> None:
         """Forget all content, and never index what the sequences of now go on computing."""
@@ -351,7 +351,7 @@ class BlockManager:
             return []
         end = self._longest_prefix(seq)
         if self.tiers is not None:
-            return self.tiers.find(self._keys(seq, end // self._block_size))
+            return self.tiers.find(seq.keys(self.pool.index, end // self._block_size))
         return self.pool.index.find(seq.known_bytes(0, end), seq.salt)
 
     def _longest_prefix(self, seq: Sequence) -> int:
@@ -362,19 +362,6 @@ class BlockManager:
         """
         end = min(seq.num_known, seq.num_tokens - 1)
         return min(end, seq.score_from) if seq.score_from < len(seq.prompt) else end
-
-    def _keys(self, seq: Sequence, num_blocks: int) -> list[bytes]:
-        """What the first full blocks of a sequence are indexed under."""
-        index, size, keys = self.pool.index, self._block_size, seq.prompt_keys
-        in_prompt = min(num_blocks, len(seq.prompt) // size)
-        if len(keys) < in_prompt:
-            tokens = seq.known_bytes(len(keys) * size, in_prompt * size)
-            keys += index.keys(tokens, keys[-1] if keys else None, seq.salt)
-        keys = keys[:in_prompt]
-        if num_blocks > in_prompt:
-            tokens = seq.known_bytes(in_prompt * size, num_blocks * size)
-            keys += index.keys(tokens, keys[-1] if keys else None, seq.salt)
-        return keys
 
     def _place(
         self, seq: Sequence, content: AbstractSequence[int | HostBlock], *, keep_free: int

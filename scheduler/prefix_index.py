@@ -61,6 +61,7 @@ class PrefixIndex:
         durable: whether the numbers of content are digests, good for content below the GPU.
 
     Attributes:
+        block_size: tokens per block.
         on_discard: called with block and key when indexed content is about to be overwritten.
     """
 
@@ -68,6 +69,7 @@ class PrefixIndex:
         self.on_discard: Callable[[int, bytes], None] | None = None
         self._durable = durable
         self._number_bytes = _DIGEST_BYTES if durable else _COUNTER_BYTES
+        self.block_size = block_size
         self._block_bytes = block_size * np.dtype(np.int32).itemsize
         self._blocks: dict[bytes, int] = {}
         self._keys: list[bytes | None] = [None] * num_blocks

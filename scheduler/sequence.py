@@ -9,6 +9,7 @@ from copy import copy
 import numpy as np
 
 from scheduler.plan import Int32
+from scheduler.prefix_index import PrefixIndex
 from scheduler.request import Request
 from scheduler.tiers import HostBlock
 
@@ -178,3 +179,16 @@ class Sequence:
         prompt_len = len(self.prompt)
         outputs = self.outputs[max(start - prompt_len, 0) : max(end - prompt_len, 0)]
         return self.prompt[start:end].tobytes() + outputs.tobytes()
+
+    def keys(self, index: PrefixIndex, num_blocks: int) -> list[bytes]:
+        """What the first full blocks are indexed under; those of the prompt are remembered."""
+        size, keys = index.block_size, self.prompt_keys
+        in_prompt = min(num_blocks, len(self.prompt) // size)
+        if len(keys) < in_prompt:
+            tokens = self.known_bytes(len(keys) * size, in_prompt * size)
+            keys += index.keys(tokens, keys[-1] if keys else None, self.salt)
+        keys = keys[:in_prompt]
+        if num_blocks > in_prompt:
+            tokens = self.known_bytes(in_prompt * size, num_blocks * size)
+            keys += index.keys(tokens, keys[-1] if keys else None, self.salt)
+        return keys
