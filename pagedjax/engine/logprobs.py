@@ -22,8 +22,11 @@ class HostSamples:
     @classmethod
     def read(cls, outputs: SampleOutputs) -> HostSamples:
         """Wait for the device and take its arrays."""
-        fields = (outputs.token_ids, outputs.logprob, outputs.top_ids, outputs.top_logprobs)
-        return cls(*(None if field is None else np.asarray(field) for field in fields))
+        reported = (outputs.logprob, outputs.top_ids, outputs.top_logprobs)
+        return cls(
+            np.asarray(outputs.token_ids),
+            *(None if field is None else np.asarray(field) for field in reported),
+        )
 
     def logprobs_at(self, row: int, token_id: int, num_top: int) -> TokenLogprobs:
         """What the model thought at a sampled row, about `token_id` and its likeliest tokens.

@@ -145,7 +145,7 @@ class ModelRunner:
                 if progress is not None:
                     progress(done, len(missing))
             list(threads.map(self._copier.compile, self._copier.sizes))
-        self._compile_edits()
+        self._edit_tables = self._compile_edits()
         self._warm = True
 
     def compile(self, key: Bucket | Draw) -> Any:
@@ -259,15 +259,15 @@ class ModelRunner:
         while len(edits) > leave:
             if self._edit_tables is None:
                 self.compiles_after_warmup += self._warm
-                self._compile_edits()
+                self._edit_tables = self._compile_edits()
             now, edits = edits[:_EDITS], edits[_EDITS:]
             self._tables = self._edit_tables(self._tables, padded_edits(now, _EDITS))
         return edits
 
-    def _compile_edits(self) -> None:
+    def _compile_edits(self) -> Any:
         tables = self._abstract(self._tables.shape, np.int32)
         edits = self._abstract((_EDITS, 3), np.int32)
-        self._edit_tables = jax.jit(edit_tables, donate_argnums=(0,)).lower(tables, edits).compile()
+        return jax.jit(edit_tables, donate_argnums=(0,)).lower(tables, edits).compile()
 
     def launch(
         self, bucket: Bucket, packed: np.ndarray, sampling: np.ndarray | None, *, full: bool = False
