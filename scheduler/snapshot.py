@@ -127,7 +127,7 @@ def restore_state(scheduler: Scheduler, state: SchedulerState) -> dict[int, int]
         seq = waiting[one.request_id]
         has_room = has_room and one.is_running and scheduler.resume(seq)
         if has_room:
-            sources |= _restore_blocks(seq, one, size)
+            sources |= _restore_blocks(seq, one, scheduler.blocks)
         seq.num_cached_tokens = one.num_cached_tokens
     return sources
 
@@ -139,7 +139,10 @@ def _sequence_state(seq: Sequence, untold: int | None, scheduler: Scheduler) -> 
     num_computed = min(seq.num_computed, seq.num_known - 1) if keeps else 0
     if score_from < len(seq.prompt):
         num_computed = min(num_computed, score_from)
-    num_blocks = -(-num_computed // scheduler.config.block_size)
+    window, size = scheduler.config.window, scheduler.config.block_size
+    if window is not None and seq.num_passed > max(num_computed - window + 1, 0) // size:
+        num_computed = 0  # the plans in flight need a block less than what they are undone to
+    num_blocks = -(-num_computed // size)
     return SequenceState(
         request_id=seq.request.request_id,
         outputs=tuple(seq.outputs),
@@ -148,7 +151,7 @@ def _sequence_state(seq: Sequence, untold: int | None, scheduler: Scheduler) -> 
         is_running=seq.status is not Status.WAITING,
         num_computed=num_computed,
         blocks=tuple(seq.blocks[:num_blocks]),
-        num_passed=seq.num_passed,
+        num_passed=min(seq.num_passed, num_blocks),
     )
 
 
@@ -195,15 +198,16 @@ def _restore_cache(scheduler: Scheduler, state: SchedulerState, reserved: int) -
     return {block: old for old, block in new.items() if old in numbers}
 
 
-def _restore_blocks(seq: Sequence, one: SequenceState, block_size: int) -> dict[int, int]:
+def _restore_blocks(seq: Sequence, one: SequenceState, blocks: BlockManager) -> dict[int, int]:
     """Let a sequence that has been given blocks stand where it stood.
 
     Returns:
         Block in the snapshot by block in the pool, for what was not found in the cache.
     """
-    first = seq.num_computed // block_size
+    first = seq.num_indexed  # what was found
     seq.num_computed = seq.num_written = max(one.num_computed, seq.num_computed)
     if one.num_passed > first:
         seq.parent = None  # its first blocks are empty: nobody is to find them
+        blocks.give_up_passed(seq)
     pairs = zip(one.blocks[first:], seq.blocks[first : len(one.blocks)], strict=True)
-    return {new: old for old, new in pairs if old != NULL_BLOCK}
+    return {new: old for old, new in pairs if NULL_BLOCK not in (old, new)}

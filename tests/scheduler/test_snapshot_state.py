@@ -1,11 +1,19 @@
 """A scheduler's state leaves it as plain data and goes on in another one, of another size."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from scheduler import Scheduler, SchedulerConfig, invariants
 from scheduler.snapshot import export_state, restore_state
-from tests.support.drive import Driver, HashModel, expected_tokens, request
+from tests.support.drive import Driver, HashModel, expected_tokens, request, samples
+
+
+def oldest_sibling(seq):
+    """As the engine names it: the sibling that a request was added with may have ended."""
+    oldest = min(seq.siblings, key=lambda one: one.seq_id, default=seq)
+    return None if oldest is seq else oldest.request.request_id
 
 
 def moved(driver, **changes):
@@ -19,7 +27,7 @@ def moved(driver, **changes):
     new = Driver(config)
     new.model = HashModel(config)
     live = sorted(before.sequences(), key=lambda seq: seq.seq_id)
-    new.add(*(seq.request for seq in live))
+    new.add(*(replace(seq.request, sibling_of=oldest_sibling(seq)) for seq in live))
     old_ids = dict(zip((seq.request.request_id for seq in live), live, strict=True))
     for seq_id, one in new.requests.items():
         new.outputs[seq_id] = list(old_ids[one.request_id].outputs)
@@ -66,6 +74,36 @@ def test_requests_go_on_as_if_nothing_had_happened(num_blocks, steps):
         assert done[one.request_id] == wanted
 
 
+@pytest.mark.parametrize("seed", range(24))
+def test_random_traces_may_move_again_and_again(seed):
+    rng = np.random.default_rng(seed)
+    options = dict(
+        window=[None, 33][seed % 2],
+        prefix_caching=seed % 3 > 0,
+        contiguous_blocks=seed % 4 > 1,
+        max_prefill_chunk=[None, 20][seed % 5 > 2],
+        num_blocks=int(rng.integers(22, 70)),
+    )
+    driver = Driver(replace(CONFIG, **options))
+    asked, done = {}, {}
+    for turn in range(8):
+        for index in range(int(rng.integers(0, 4))):
+            name, length = f"{turn}.{index}", int(rng.integers(1, 150))
+            count, tokens = int(rng.integers(1, 4)), int(rng.integers(1, 30))
+            new = samples(name, count, length, tokens)
+            asked |= {one.request_id: one for one in new}
+            driver.add(*new)
+        for _ in range(int(rng.integers(1, 12))):
+            driver.step()
+        done |= outcome(driver)
+        driver = moved(driver, num_blocks=int(rng.integers(22, 70)))
+    while driver.scheduler.has_unfinished():
+        driver.step()
+    done |= outcome(driver)
+    for name, one in asked.items():
+        assert done[name] == expected_tokens(one, 300, options["window"])[0]
+
+
 def test_what_was_computed_is_not_computed_again():
     driver = Driver(CONFIG)
     driver.add(request("a", 100, max_tokens=50), request("b", 20, max_tokens=50))
@@ -75,7 +113,7 @@ def test_what_was_computed_is_not_computed_again():
     plan = new.scheduler.schedule()
     assert plan.counts.tolist() == [1, 1]
     for seq in driver.scheduler.sequences():
-        (again,) = (s for s in new.scheduler.sequences() if s.request is seq.request)
+        (again,) = (s for s in new.scheduler.sequences() if s.request == seq.request)
         assert again.num_known == seq.num_known
 
 
