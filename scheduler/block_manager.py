@@ -64,6 +64,8 @@ class BlockManager:
         self._caching = config.prefix_caching
         # At least one block that is full of written tokens is left.
         self._window = config.window and max(config.window, config.block_size + 1)
+        # Each time all places of what was given up change, on the device too: not for every block.
+        self._pass_at_once = max((config.window or 0) // config.block_size // 8, 1)
         self._tables = np.zeros((config.max_num_seqs, config.max_blocks_per_seq), np.int32)
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._copies: dict[int, int] = {}  # sources by destination
@@ -238,7 +240,7 @@ class BlockManager:
         passed = self._passed_at(seq.num_computed)
         if seq.parent is not None:  # what is to be found by others has to be indexed first
             passed = min(passed, seq.num_indexed)
-        if passed <= seq.num_passed or seq.row == NO_ROW:
+        if passed < seq.num_passed + self._pass_at_once or seq.row == NO_ROW:
             return
         gone = slice(seq.num_passed, passed)
         self.pool.release(reversed(seq.blocks[gone]))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pagedjax.models import GenerationDefaults
-from pagedjax.sampling_params import SamplingParams
+from pagedjax.sampling_params import BeamSearchParams, SamplingParams
 from tests.support.tiny_engines import (
     VOCAB,
     drain,
@@ -105,12 +105,13 @@ def test_nothing_compiles_after_warm_up():
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        prompts = random_prompts([1, 3, 70, 15, 40, 8], seed=7)
+        prompts = random_prompts([1, 3, 70, 15, 20, 40, 8], seed=7)
         params = [
             GREEDY,
             SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, max_tokens=5),
             SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=2, max_tokens=4),
             SamplingParams(n=2, max_tokens=6),
+            BeamSearchParams(beam_width=3, max_tokens=6),
             SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=(1, 2), max_tokens=9),
             GREEDY,
         ]
