@@ -118,6 +118,7 @@ class Engine:
         """Make scheduler, pool and steps for `config`, in place of those there may be."""
         if self._lower is not None:
             self._lower.close()
+            self._lower = None  # its host memory goes before the new one's is pinned
         assert config.num_blocks
         arch, dtype = self.arch, params["embed.table"].dtype
         self.config = config

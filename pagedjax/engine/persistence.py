@@ -206,7 +206,8 @@ def _retell(stream: TextStream | None, tokens: Sequence[int]) -> str:
 def _request_record(engine: Engine, live: LiveRequest) -> dict[str, Any]:
     search = live.beams
     params: Any = live.params if search is None else search.params
-    completion = live.completions[0]
+    # One that goes on: the record of one that has ended may be another's by now.
+    completion = next(c for c in live.completions if c.finish_reason is None)
     return {
         "request_id": live.request_id,
         "prompt": live.prompt,
