@@ -182,6 +182,7 @@ class AsyncLLM:
 
         Raises:
             ValueError: there is something else.
+            OSError: it can not be written; the engine goes on.
             EngineStopped: the engine was closed, or failed.
         """
         await asyncio.wrap_future(self._submit(lambda: self._engine.snapshot(path)))
@@ -262,7 +263,8 @@ class AsyncLLM:
                 future.set_result(function())
             except BaseException as error:
                 future.set_exception(error)
-                if not isinstance(error, ValueError):  # not a refusal but a failure
+                # A refusal, or a disk that does not take a snapshot; the rest is a failure.
+                if not isinstance(error, (ValueError, OSError)):
                     raise
 
     def _begin_closing(self) -> None:
