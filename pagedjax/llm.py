@@ -201,8 +201,8 @@ class LLM:
 
         Returns:
             Like `stream`, with the requests numbered in order of arrival. Each one's first delta
-            repeats what it had said before, without log-probabilities. Closing it early aborts
-            what has not finished.
+            repeats what it had said before, without log-probabilities and without samples that had
+            ended. Closing it early aborts what has not finished.
 
         Raises:
             ValueError: the snapshot is of another model or damaged, or requests are running here.
@@ -211,7 +211,11 @@ class LLM:
         named = [int(one.request_id) for one in before if one.request_id.isdecimal()]
         first = max([int(next(self._request_ids)), *(number + 1 for number in named)])
         self._request_ids = map(str, itertools.count(first))
-        return self._restored(before)
+        # From here on, since another iterator may step the engine before this one begins.
+        inbox: deque[RequestOutput] = deque()
+        live = {output.request_id: index for index, output in enumerate(before)}
+        self._inboxes |= dict.fromkeys(live, inbox)
+        return self._restored(before, live, inbox)
 
     def calibrate_kv(self, prompts: Prompt | Sequence[Prompt]) -> None:
         """Choose the scales of a compressed KV cache by prompts of your own; empties the cache.
@@ -256,11 +260,10 @@ class LLM:
         finally:
             self._leave(live)
 
-    def _restored(self, before: list[RequestOutput]) -> Deltas:
+    def _restored(
+        self, before: list[RequestOutput], live: dict[str, int], inbox: deque[RequestOutput]
+    ) -> Deltas:
         """What restored requests had said before, then what they go on to say."""
-        inbox: deque[RequestOutput] = deque()
-        live = {output.request_id: index for index, output in enumerate(before)}
-        self._inboxes |= dict.fromkeys(live, inbox)
         try:
             yield from enumerate(before)
             yield from self._follow(live, inbox)

@@ -157,12 +157,14 @@ def add_rms_norm(
         )
     if implementation not in (None, "triton", "xla"):
         raise ValueError(f"{implementation=} is not one of triton, xla")
-    if implementation is None:
-        implementation = "triton" if jax.default_backend() == "gpu" else "xla"
-    if implementation == "xla":
-        return xla.add_rms_norm(x, delta, scale, eps)
+    in_xla = functools.partial(xla.add_rms_norm, eps=eps)
+    if implementation == "xla" or (implementation is None and jax.default_backend() != "gpu"):
+        return in_xla(x, delta, scale)
     module = importlib.import_module("pallas_kernels.add_rms_norm_triton")
-    return module.add_rms_norm(x, delta, scale, eps)
+    kernel = functools.partial(module.add_rms_norm, eps=eps)
+    if implementation is None:  # arrays may be on the CPU of a machine that has a GPU
+        return jax.lax.platform_dependent(x, delta, scale, cuda=kernel, default=in_xla)
+    return kernel(x, delta, scale)
 
 
 def paged_decode_attention(

@@ -121,6 +121,9 @@ def restore_state(scheduler: Scheduler, state: SchedulerState) -> dict[int, int]
         seq.score_from = one.score_from
         if one.is_running:
             reserved += -(-seq.num_known // size) - sum(block in cached for block in one.blocks)
+    index = scheduler.blocks.pool.index
+    # The content of what is indexed here comes later: none of it is to be kept in a lower tier.
+    on_discard, index.on_discard = index.on_discard, None
     sources = _restore_cache(scheduler, state, reserved)
     has_room = True  # the running ones are the oldest: after one that has to wait, all do
     for one in sequences:
@@ -129,6 +132,7 @@ def restore_state(scheduler: Scheduler, state: SchedulerState) -> dict[int, int]
         if has_room:
             sources |= _restore_blocks(seq, one, scheduler.blocks)
         seq.num_cached_tokens = one.num_cached_tokens
+    index.on_discard = on_discard
     return sources
 
 

@@ -77,9 +77,11 @@ def restore_snapshot(engine: Engine, path: str | Path) -> list[RequestOutput]:
 
     Returns:
         What the requests had handed out before, without log-probabilities, in order of arrival.
+        Of several samples of a request those that had ended are not repeated.
 
     Raises:
-        ValueError: it is of another model or damaged, or the engine has requests.
+        ValueError: it is of another model or damaged, a request in it is longer than this engine
+            serves, or the engine has requests; nothing has changed.
     """
     path = Path(path)
     if engine.has_unfinished():
@@ -97,6 +99,7 @@ def restore_snapshot(engine: Engine, path: str | Path) -> list[RequestOutput]:
         np.frombuffer(_read_file(path / _blocks_name(layer), files), spec.dtype).reshape(shape)
         for layer in range(spec.layers)
     ]
+    _check_lengths(engine, document["requests"], state)
     engine._in_flight.clear()
     engine._scheduler.reset_prefix_cache()
     restore_requests(engine, document["requests"])
@@ -105,6 +108,20 @@ def restore_snapshot(engine: Engine, path: str | Path) -> list[RequestOutput]:
     engine._serial = document["serial"]
     put_image(engine, MemoryImage(state=state, content=content))
     return outputs_so_far(engine, state)
+
+
+def _check_lengths(engine: Engine, requests: list[dict[str, Any]], state: SchedulerState) -> None:
+    """A sequence that the pool can not hold with another token would wait for ever."""
+    prompts = {str(one["serial"]): len(one["prompt_token_ids"]) for one in requests}
+    lengths = [
+        prompts[seq.request_id.partition(".")[0]] + len(seq.outputs) for seq in state.sequences
+    ]
+    longest = max((*prompts.values(), *lengths), default=0)
+    if longest >= engine.max_model_len:
+        raise ValueError(
+            f"a request of the snapshot has {longest} tokens, this engine serves sequences of "
+            f"{engine.max_model_len}"
+        )
 
 
 def _depends_on(engine: Engine) -> dict[str, str]:

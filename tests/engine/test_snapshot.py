@@ -243,6 +243,28 @@ def test_a_pool_too_small_for_a_request_is_refused_and_nothing_changes():
     assert whole(before, continued(engine)) == uninterrupted()
 
 
+def test_a_snapshot_with_a_request_too_long_for_an_engine_is_refused(tmp_path):
+    engine = tiny_engine()
+    add_all(engine)
+    run(engine, 14)
+    engine.snapshot(tmp_path / "s")
+    small = tiny_engine(num_blocks=5)
+    with pytest.raises(ValueError, match=r"has \d+ tokens, this engine serves sequences of 64"):
+        small.restore(tmp_path / "s")
+    assert not small.has_unfinished()
+
+
+def test_a_pool_that_shrinks_stores_nothing_before_its_content_is_there():
+    """Otherwise host memory would hold one sequence's keys under the name of another's."""
+    engine = tiny_engine(num_blocks=64, max_model_len=256, host_cache_bytes=1 << 20)
+    for number, prompt in enumerate(random_prompts([200, 200], seed=4)):
+        engine.add_request(str(number), None, prompt, GREEDY)
+    run(engine, 20)
+    engine.resize_pool(20)
+    tiers = engine._scheduler.blocks.tiers
+    assert tiers is not None and not len(tiers.take().stores)
+
+
 def test_a_resized_engine_that_was_warm_compiles_nothing_later():
     engine = tiny_engine(warm_up=True, max_num_seqs=2, max_num_batched_tokens=16)
     engine.add_request("a", None, random_prompts([30])[0], GREEDY)

@@ -42,6 +42,23 @@ def test_a_stream_goes_on_in_another_llm(tmp_path):
     assert again.num_cached_tokens == 16
 
 
+def test_others_may_run_before_a_restored_stream_begins(tmp_path):
+    llm = LLM.from_engine(tiny_engine())
+    stream = llm.stream(PROMPTS, PARAMS)
+    for _ in range(9):
+        next(stream)
+    llm.snapshot(tmp_path / "s")
+    stream.close()
+    other = LLM.from_engine(tiny_engine())
+    restored = other.restore(tmp_path / "s")
+    assert other.generate([PROMPTS[1]], PARAMS, progress=False)[0].finished
+    parts = {0: [], 1: []}
+    for index, delta in restored:
+        parts[index].append(delta)
+    joined = [RequestOutput.joined(parts[index]) for index in (0, 1)]
+    assert [output.outputs[0].token_ids for output in joined] == wanted()
+
+
 def test_a_restored_stream_that_is_closed_early_aborts_its_requests(tmp_path):
     llm = LLM.from_engine(tiny_engine())
     stream = llm.stream(PROMPTS, PARAMS)

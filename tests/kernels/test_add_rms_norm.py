@@ -72,6 +72,17 @@ def test_it_lowers_for_cuda(rows, dim):
     assert "add_rms_norm" in text
 
 
+def test_the_device_of_the_arrays_decides(monkeypatch):
+    """As on a machine with a GPU, where a check may run on the CPU."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    args = inputs(3, 64, jnp.float32)
+    found = jax.jit(lambda *a: add_rms_norm(*a, eps=EPS))(*args)
+    for a, b in zip(found, in_xla(*args), strict=True):
+        assert np.allclose(a, b, rtol=1e-5, atol=1e-6)
+    text = lower_for_hopper(lambda *a: add_rms_norm(*a, eps=EPS), *args)
+    assert "add_rms_norm" in text and "stablehlo.rsqrt" not in text
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
