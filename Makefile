@@ -9,6 +9,9 @@ PYTHON ?= python3
 EXTRAS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+# A process per core, each with whole files: what a file has compiled, its tests share. In the order
+# of their names, since the longest are in the middle.
+PYTEST := $(BIN)/python -m pytest -n logical --dist loadfile --no-loadscope-reorder
 comma := ,
 empty :=
 extras = $(if $(strip $(1)),[$(subst $(empty) ,$(comma),$(strip $(1)))])
@@ -23,10 +26,10 @@ demo: $(RUN_STAMP)
 	@$(BIN)/pagedjax demo
 
 test: $(TEST_STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-kernels: $(KERNEL_STAMP)
-	$(BIN)/python -m pytest tests/kernels tests/models tests/engine -m "not slow" $(ARGS)
+	$(PYTEST) tests/kernels tests/models tests/engine -m "not slow" $(ARGS)
 
 lint: $(TEST_STAMP)
 	$(BIN)/ruff check .
