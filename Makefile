@@ -1,6 +1,6 @@
 # make demo: install, fetch a small model, answer several prompts at once.
 # make test: install what tests need, run them.   make lint: style, types, import contract.
-# make test-kernels: the kernels and the engine alone, without PyTorch and the like.
+# make test-kernels: the kernels and the compiled step alone, without PyTorch and the like.
 #
 # PYTHON is the interpreter to build the virtual environment with, EXTRAS adds optional parts:
 #     make demo PYTHON=python3.12 EXTRAS=cuda
@@ -20,6 +20,9 @@ RUN_STAMP := $(VENV)/.installed$(subst $(empty) ,,$(patsubst %,-%,$(EXTRAS)))
 TEST_STAMP := $(RUN_STAMP)-test
 KERNEL_STAMP := $(RUN_STAMP)-test-kernels
 
+# The engine's tests of what runs on the device.
+COMPILED_STEP := $(patsubst %,tests/engine/test_%.py,engine step sampler samples block_tables compressed_kv)
+
 .PHONY: demo test test-kernels lint clean
 
 demo: $(RUN_STAMP)
@@ -29,7 +32,7 @@ test: $(TEST_STAMP)
 	$(PYTEST) $(ARGS)
 
 test-kernels: $(KERNEL_STAMP)
-	$(PYTEST) tests/kernels tests/models tests/engine -m "not slow" $(ARGS)
+	$(PYTEST) tests/kernels tests/models $(COMPILED_STEP) -m "not slow" $(ARGS)
 
 lint: $(TEST_STAMP)
 	$(BIN)/ruff check .
