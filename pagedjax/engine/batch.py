@@ -15,7 +15,8 @@ from scheduler import StepPlan
 
 def sampled_positions(plan: StepPlan) -> np.ndarray:
     """Position of the token that each sampled row draws or predicts, int32[num_samples]."""
-    return plan.positions()[plan.sample_rows()] + 1
+    shift = plan.starts - plan.query_start()[:-1]
+    return plan.sample_rows() + np.repeat(shift, plan.sample_counts) + 1
 
 
 def pack_inputs(plan: StepPlan, layout: StepLayout, tables: TableChanges) -> np.ndarray:
