@@ -18,14 +18,18 @@ def wanted():
     return [plain_greedy(tiny_model(), prompt, 16) for prompt in PROMPTS]
 
 
-def test_a_stream_goes_on_in_another_llm(tmp_path):
+def save_stream(path, deltas):
+    """A snapshot of an engine whose stream has brought so many deltas."""
     llm = LLM.from_engine(tiny_engine())
     stream = llm.stream(PROMPTS, PARAMS)
-    for _ in range(9):
+    for _ in range(deltas):
         next(stream)
-    llm.snapshot(tmp_path / "s")
+    llm.snapshot(path)
     stream.close()
 
+
+def test_a_stream_goes_on_in_another_llm(tmp_path):
+    save_stream(tmp_path / "s", 9)
     other = LLM.from_engine(tiny_engine())
     parts = {0: [], 1: []}
     with pytest.raises(ValueError, match="is no snapshot"):
@@ -43,12 +47,7 @@ def test_a_stream_goes_on_in_another_llm(tmp_path):
 
 
 def test_others_may_run_before_a_restored_stream_begins(tmp_path):
-    llm = LLM.from_engine(tiny_engine())
-    stream = llm.stream(PROMPTS, PARAMS)
-    for _ in range(9):
-        next(stream)
-    llm.snapshot(tmp_path / "s")
-    stream.close()
+    save_stream(tmp_path / "s", 9)
     other = LLM.from_engine(tiny_engine())
     restored = other.restore(tmp_path / "s")
     assert other.generate([PROMPTS[1]], PARAMS, progress=False)[0].finished
@@ -60,11 +59,7 @@ def test_others_may_run_before_a_restored_stream_begins(tmp_path):
 
 
 def test_a_restored_stream_that_is_closed_early_aborts_its_requests(tmp_path):
-    llm = LLM.from_engine(tiny_engine())
-    stream = llm.stream(PROMPTS, PARAMS)
-    next(stream)
-    llm.snapshot(tmp_path / "s")
-    stream.close()
+    save_stream(tmp_path / "s", 1)
     other = LLM.from_engine(tiny_engine())
     restored = other.restore(tmp_path / "s")
     next(restored)

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreted_triton import OPTIONS, triton_kernels
 
 import pallas_kernels
-from pallas_kernels import paged_decode_triton, paged_prefill_triton, prefill_plan, reference
+from pallas_kernels import prefill_plan, reference
 from pallas_kernels.interpret import lower_for_hopper, mosaic_interpreter
 from pallas_kernels.mixed_batch import attend_mixed_batch
-from pallas_kernels.tuning import DecodeConfig, MosaicPrefillConfig, TritonPrefillConfig
+from pallas_kernels.tuning import DecodeConfig, MosaicPrefillConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Pallas Triton.*:DeprecationWarning")
 
@@ -20,21 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*Pallas Triton.*:DeprecationWar
 # padding sequence of three rows, one without any, a single row among the chunks, rows of nobody.
 LENS, ROWS = [70, 1, 0, 33, 40, 0, 0, 64, 20], [1, 1, 1, 1, 35, 3, 0, 1, 20]
 EXTRA = 6
-OPTIONS = {
-    "window": None, "soft_cap": None, "sinks": None, "kv_scales": None, "return_lse": True,
-}  # fmt: skip
-TRITON = (
-    functools.partial(
-        paged_prefill_triton.paged_prefill_attention,
-        config=TritonPrefillConfig(rows=32, block_kv=32),
-        interpret=True,
-    ),
-    functools.partial(
-        paged_decode_triton.paged_decode_attention,
-        config=DecodeConfig(tile=16, stages=2, workers=10),
-        interpret=True,
-    ),
-)
+TRITON = triton_kernels(rows=32, tile=16, workers=10)
 
 
 def make_case(**shape):

@@ -7,30 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dense_attention import TOLERANCE, dense, make_case
+from interpreted_triton import OPTIONS, triton_kernels
 
 import pallas_kernels
-from pallas_kernels import paged_decode_triton, paged_prefill_triton
 from pallas_kernels.interpret import lower_for_hopper, mosaic_interpreter
 from pallas_kernels.shared_prefix import attend_shared_prefix, num_pieces
-from pallas_kernels.tuning import DecodeConfig, TritonPrefillConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Pallas Triton.*:DeprecationWarning")
 
-OPTIONS = {
-    "window": None, "soft_cap": None, "sinks": None, "kv_scales": None, "return_lse": True,
-}  # fmt: skip
-TRITON = (
-    functools.partial(
-        paged_prefill_triton.paged_prefill_attention,
-        config=TritonPrefillConfig(rows=16, block_kv=32),
-        interpret=True,
-    ),
-    functools.partial(
-        paged_decode_triton.paged_decode_attention,
-        config=DecodeConfig(tile=32, stages=2, workers=6),
-        interpret=True,
-    ),
-)
+TRITON = triton_kernels(rows=16, tile=32, workers=6)
 
 
 def make_shared_case(own_lens, *, prefix, rows=1, **shape):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler import FinishReason, SchedulerConfig
-from tests.support.drive import VOCAB, Driver, request
+from tests.support.drive import VOCAB, Driver, random_prompt, request
 
 NUM_TRACES = 100
 OPERATIONS_PER_TRACE = 1000
@@ -34,17 +34,14 @@ def random_config(rng: np.random.Generator) -> SchedulerConfig:
 def random_operation(driver: Driver, rng: np.random.Generator, prompts: list[list[int]]) -> None:
     """Add a request, end one, or (mostly) take a step."""
     scheduler = driver.scheduler
-    longest = scheduler.max_seq_len
     dice = rng.random()
     if dice < 0.12 and scheduler.num_waiting < 8:
-        length = int(rng.integers(1, longest))
-        base = prompts[rng.integers(len(prompts))][:length]
-        own = rng.integers(VOCAB, size=length - len(base) if rng.random() < 0.7 else 0).tolist()
+        prompt = random_prompt(rng, prompts, scheduler.max_seq_len, 0.7)
         max_tokens = int(rng.integers(1, 60))
         driver.add(
             request(
                 f"r{rng.integers(1 << 40)}",
-                base + own,
+                prompt,
                 max_tokens,
                 min_tokens=int(rng.integers(0, max_tokens + 1)),
                 stop_token_ids=frozenset(rng.integers(VOCAB, size=rng.integers(0, 30)).tolist()),

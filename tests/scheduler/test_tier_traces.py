@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from scheduler import SchedulerConfig
 from scheduler.transfers import SwapCost, TierCounts
-from tests.support.drive import VOCAB, request, samples
+from tests.support.drive import VOCAB, random_prompt, request, samples
 from tests.support.tier_drive import TierDriver
 
 OPERATIONS_PER_TRACE = 500
@@ -75,19 +75,17 @@ def random_operation(
     longest = scheduler.max_seq_len
     dice = rng.random()
     if dice < 0.12 and scheduler.num_waiting < 8:
-        length = int(rng.integers(1, longest))
-        base = prompts[rng.integers(len(prompts))][:length]
-        own = rng.integers(VOCAB, size=length - len(base) if rng.random() < 0.3 else 0).tolist()
+        prompt = random_prompt(rng, prompts, longest, 0.3)
         max_tokens = int(rng.integers(1, 30))
         name = f"r{rng.integers(1 << 40)}"
         if rng.random() < 0.15:
-            last = min(max_tokens, longest - 1 - length)
-            driver.add_beams(name, int(rng.integers(1, 5)), base + own, last, seed=length)
+            last = min(max_tokens, longest - 1 - len(prompt))
+            driver.add_beams(name, int(rng.integers(1, 5)), prompt, last, seed=len(prompt))
         elif rng.random() < 0.15:
-            driver.add(*samples(name, int(rng.integers(2, 4)), base + own, max_tokens))
+            driver.add(*samples(name, int(rng.integers(2, 4)), prompt, max_tokens))
         else:
             scored = bool(rng.random() < 0.1)
-            driver.add(request(name, base + own, max_tokens, prompt_logprobs=scored))
+            driver.add(request(name, prompt, max_tokens, prompt_logprobs=scored))
     elif dice < 0.1206:
         scheduler.reset_prefix_cache()
     elif dice < 0.1212:

@@ -87,6 +87,19 @@ def expected_tokens(
             return outputs, FinishReason.LENGTH
 
 
+def random_prompt(
+    rng: np.random.Generator, prompts: list[list[int]], longest: int, own_share: float
+) -> list[int]:
+    """The beginning of one of `prompts`; with a chance of `own_share` it ends in tokens of its own.
+
+    Shorter than `longest`.
+    """
+    length = int(rng.integers(1, longest))
+    base = prompts[rng.integers(len(prompts))][:length]
+    own_len = length - len(base) if rng.random() < own_share else 0
+    return base + rng.integers(VOCAB, size=own_len).tolist()
+
+
 @dataclass
 class BeamSearch:
     """The beams of one prompt, which are chosen at random whenever all that compute have reported.
