@@ -159,6 +159,26 @@ def serving_table(lines: Lines) -> str:
     return table(note, head, rows)
 
 
+def shared_prompt_table(lines: Lines) -> str:
+    """First tokens under one system prompt."""
+    rows = [
+        [
+            line["case"], f"{100 * line['hit_share']:.0f}",
+            *(number(line[f"ttft_{part}_ms"]) for part in ("p50", "p99", "mean")),
+            number(line["ttft_mean_speedup"]) if "ttft_mean_speedup" in line else "–",
+        ]
+        for line in of_bench(lines, "shared_prompt")
+    ]  # fmt: skip
+    note = (
+        "Requests x (system prompt + tokens of their own) + output: without prefix caching, with "
+        "an empty cache, and with the system prompt in it. Share of the prompts' tokens found; "
+        "time to the first token in ms; how many times as long it is without the cache. All "
+        "requests are there at once unless a rate is named."
+    )
+    head = ["shape, dtype, load", "found, %", "TTFT p50", "p99", "mean", "mean without / with"]
+    return table(note, head, rows)
+
+
 def profile_table(lines: Lines) -> str:
     """Idle time of the device in the middle of a run."""
     rows = [
@@ -213,8 +233,8 @@ def kv_accuracy_table(lines: Lines) -> str:
 
 
 TABLES: tuple[Callable[[Lines], str], ...] = (
-    offline_table, memory_table, step_table, serving_table, profile_table, generate_table,
-    kv_accuracy_table,
+    offline_table, memory_table, step_table, serving_table, shared_prompt_table, profile_table,
+    generate_table, kv_accuracy_table,
 )  # fmt: skip
 
 

@@ -13,8 +13,8 @@ Lines = dict[tuple[str, ...], Line]  # bench, device, case, and what else tells 
 # What tells the lines of one case apart, where one run writes several.
 VARIED = {"serving": ("arrivals", "load", "rate_per_s")}
 BENCHES = (
-    "offline", "torch_generate", "torch_continuous", "step", "torch_step", "serving", "profile",
-    "generate", "kv_accuracy")  # fmt: skip
+    "offline", "torch_generate", "torch_continuous", "step", "torch_step", "serving",
+    "shared_prompt", "profile", "generate", "kv_accuracy")  # fmt: skip
 
 
 def read_lines(paths: Iterable[Path]) -> Lines:

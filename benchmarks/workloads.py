@@ -197,6 +197,32 @@ def _nano() -> list[RequestShape]:
     return [RequestShape(prompt, rng.randint(100, 1024), 0.0) for prompt in prompts]
 
 
+def shared_prompt(
+    count: int = 256, *, shared: int = 2048, own: int = 64, output_len: int = 32
+) -> list[RequestShape]:
+    """Questions under one system prompt: the same first tokens, then each its own.
+
+    Args:
+        count: how many requests.
+        shared: tokens that all of them begin with.
+        own: tokens that follow, different for each.
+        output_len: tokens of each answer.
+
+    Raises:
+        ValueError: `shared` is not a multiple of `PIECE`, or `own` is not within 1 to `PIECE`.
+    """
+    if shared < PIECE or shared % PIECE or not 1 <= own <= PIECE:
+        raise ValueError(
+            f"want shared a positive multiple of {PIECE} and own within 1 to {PIECE}, got "
+            f"{shared=}, {own=}"
+        )
+    system = tuple(range(shared // PIECE))
+    return [
+        RequestShape(shared + own, output_len, 0.0, (*system, len(system) + index))
+        for index in range(count)
+    ]
+
+
 # Loads that others can draw again, all there at the start.
 NAMED: dict[str, Callable[[], list[RequestShape]]] = {
     "short": lambda: _same(512, 128, 128),
@@ -206,4 +232,5 @@ NAMED: dict[str, Callable[[], list[RequestShape]]] = {
     "nano": _nano,
     "long-context": lambda: _same(8, 32512, 256),
     "long-prefill": lambda: _same(4, 32768, 1),
+    "shared-prompt": shared_prompt,
 }

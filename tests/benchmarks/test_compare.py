@@ -34,6 +34,10 @@ SERVING = {
     "rate_per_s": 21.37, "goodput_per_s": 20.1, "good_share": 0.97,
     **{f"{n}_p{p}_ms": p + 0.123 for n in ("ttft", "itl", "e2e") for p in (50, 90, 99)}, **H200,
 }  # fmt: skip
+SHARED_PROMPT = {
+    "bench": "shared_prompt", "case": "llama3.1-8b bfloat16 256 x (2048+64)+32 without",
+    "hit_share": 0.0, "ttft_p50_ms": 7012.0, "ttft_p99_ms": 14000.0, "ttft_mean_ms": 7100.0, **H200,
+}  # fmt: skip
 PROFILE = {
     "bench": "profile", "case": "llama3.1-8b bfloat16 256x512", "running_at_start": 256,
     "step_us": 14321.0, "idle_share": 0.0312, "kernels_per_step": 321.4,
@@ -96,6 +100,17 @@ def test_a_step_stands_beside_pytorch_and_the_floor(tmp_path):
     cells = row(compare.step_table(lines_of(tmp_path, STEP, TORCH_STEP)), "llama3.1-8b")
     assert cells[1:] == ["5.00", "5.10", "4.50", "1.11", "6.00", "1.20"]
     assert row(compare.step_table(lines_of(tmp_path, STEP)), "llama3.1-8b")[5:] == ["–", "–"]
+
+
+def test_first_tokens_with_the_cache_stand_below_those_without(tmp_path):
+    warm = SHARED_PROMPT | {
+        "case": SHARED_PROMPT["case"].replace("without", "warm"), "hit_share": 0.9697,
+        "ttft_mean_ms": 355.0, "ttft_mean_speedup": 20.0,
+    }  # fmt: skip
+    text = compare.shared_prompt_table(lines_of(tmp_path, SHARED_PROMPT, warm))
+    load = "llama3.1-8b bfloat16 256 x (2048+64)+32"
+    assert row(text, f"{load} without")[1:] == ["0", "7,012", "14,000", "7,100", "–"]
+    assert row(text, f"{load} warm")[1:] == ["97", "7,012", "14,000", "355", "20.0"]
 
 
 def test_the_other_tables_repeat_their_lines(tmp_path):
