@@ -268,8 +268,15 @@ class Tiers:
             else:
                 del self._on_disk[name]
 
-    def tell_read(self, slot: int, *, ok: bool) -> None:
-        """A read has ended; its slot holds the content, or the file is as good as absent."""
+    def tell_read(self, slot: int, *, ok: bool, keep: bool = False) -> None:
+        """A read has ended.
+
+        Args:
+            slot: what it was for.
+            ok: whether the slot holds the content now; if not, whoever waits does without.
+            keep: whether the file of a read that failed may be good all the same, and a later
+                prompt is to find it; else it is deleted.
+        """
         held = self._reading.pop(slot)
         held.reading = False
         held.from_disk = True
@@ -277,7 +284,7 @@ class Tiers:
         self.counts.failed_reads += not ok
         if not ok and held.key is not None:
             name = key_digest(held.key)
-            if self._on_disk.pop(name, None) is not None:
+            if not keep and self._on_disk.pop(name, None) is not None:
                 self._files.append(FileDelete(name))
             del self._by_key[held.key]
             held.key = None

@@ -5,7 +5,8 @@ the whole file or none. It begins with the key of its content and a digest of ev
 a file that is damaged, cut short or another's is told from a good one, and counts as missing.
 
 Nothing here is waited for. Writes that the disk is too slow for are dropped, and reads that take
-too long are given up; both are reported as failed. No fault of a disk reaches a request.
+too long are given up; both are reported as failed. A file is called bad only if it has been seen to
+be: not because the disk was slow, or failed this time. No fault of a disk reaches a request.
 """
 
 from __future__ import annotations
@@ -85,11 +86,14 @@ class Fetched:
 
     Attributes:
         slot: where the block is wanted.
-        content: uint8[block_bytes]; None if there is no good file.
+        content: uint8[block_bytes]; None if the read has failed.
+        is_bad: whether that is because the file is not there or not what was written. Another read
+            may succeed if not: this one took too long, or the disk reported an error.
     """
 
     slot: int
     content: np.ndarray | None
+    is_bad: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -147,7 +151,7 @@ class DiskTier:
         self._lock = threading.Condition()  # guards what follows
         self._jobs: deque[Callable[[], None]] = deque()
         self._num_writes = 0
-        self._events: deque[Written | tuple[_Read, np.ndarray | None]] = deque()
+        self._events: deque[Written | tuple[_Read, Fetched]] = deque()
         self._closing = False
         self._submit(self._delete_others)
         # A daemon, since a disk that hangs must not keep the process from ending.
@@ -216,9 +220,9 @@ class DiskTier:
             if isinstance(event, Written):
                 ended.append(event)
             elif not event[0].given_up:
-                read, content = event
+                read, fetched = event
                 del self._reads[read.slot]
-                ended.append(Fetched(read.slot, content))
+                ended.append(fetched)
         now = time.monotonic()
         for read in [read for read in self._reads.values() if read.deadline < now]:
             read.given_up = True
@@ -252,7 +256,7 @@ class DiskTier:
                 job = self._jobs.popleft()
             job()
 
-    def _tell(self, event: Written | tuple[_Read, np.ndarray | None]) -> None:
+    def _tell(self, event: Written | tuple[_Read, Fetched]) -> None:
         with self._lock:
             self._events.append(event)
             self._lock.notify_all()
@@ -278,11 +282,15 @@ class DiskTier:
     def _read(self, read: _Read, path: Path) -> None:
         if read.given_up:
             return
+        content, is_bad = None, False
         try:
             content = self._checked(self._io.read(path), read.key)
+            is_bad = content is None
+        except FileNotFoundError:
+            is_bad = True
         except OSError:
-            content = None
-        self._tell((read, content))
+            pass
+        self._tell((read, Fetched(read.slot, content, is_bad)))
 
     def _checked(self, data: bytes, key: bytes) -> np.ndarray | None:
         """The content in a file, if it is exactly what was written for `key`."""

@@ -93,7 +93,8 @@ class LowerTiers:
             else:
                 if event.content is not None:
                     self.mover.fill(event.slot, event.content)
-                self._tiers.tell_read(event.slot, ok=event.content is not None)
+                ok = event.content is not None
+                self._tiers.tell_read(event.slot, ok=ok, keep=not event.is_bad)
 
     def _carry_out(self, transfers: Transfers, pool: KVPool) -> KVPool:
         disk, mover = self._disk, self.mover

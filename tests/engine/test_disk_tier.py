@@ -113,8 +113,9 @@ def test_a_damaged_file_is_a_missing_one(open_tier, tmp_path, damage):
             path.write_bytes(path_of(tmp_path, 2).read_bytes())
         case "gone":
             path.unlink()
-    found = read(tier, 1, 2)
-    assert found[1] is None and np.array_equal(found[2], content_of(2))
+    tier.read(key_of(1), slot=1)
+    assert collect(tier, 1) == [Fetched(1, None, is_bad=True)]
+    assert np.array_equal(read(tier, 2)[2], content_of(2))
     assert write(tier, 1) == [True] and np.array_equal(read(tier, 1)[1], content_of(1))
 
 
@@ -177,8 +178,10 @@ def test_other_failures_are_misses_or_nothing(open_tier, where):
     write(tier, 1)
     faulty.where = where
     tier.delete(key_digest(key_of(2)))
-    found = read(tier, 1)[1]
-    assert (found is None) == (where == "read")
+    tier.read(key_of(1), slot=1)
+    (fetched,) = collect(tier, 1)
+    assert (fetched.content is None) == (where == "read")
+    assert not fetched.is_bad, "the file is good, the disk has failed"
     faulty.where = None
     assert np.array_equal(read(tier, 1)[1], content_of(1))
 
@@ -220,7 +223,7 @@ def test_a_disk_that_stands_still_is_not_waited_for(open_tier):
     assert time.monotonic() - start < 5
     events = collect(tier, 8)
     assert [event.ok for event in events[:7]] == [False] * 7
-    assert events[7] == Fetched(5, None)
+    assert events[7] == Fetched(5, None, is_bad=False)
     tier.read(key_of(0), slot=5)  # the same slot again, for something else
     disk.go_on.set()
     late = collect(tier, 4)

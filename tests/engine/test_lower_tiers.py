@@ -3,6 +3,7 @@
 import functools
 import gc
 import random
+import threading
 import time
 from pathlib import Path
 
@@ -201,6 +202,41 @@ def test_damaged_files_are_misses(tmp_path):
     assert tokens_of(serve(again, prompts, GREEDY)) == expected(0, (100, 110, 120, 90))
     assert counts(again).disk_hits == 0 < counts(again).failed_reads
     again._lower.close()
+
+
+class Slow(disk_tier.FileIO):
+    """A disk that answers no read until told to."""
+
+    def __init__(self):
+        self.go_on = threading.Event()
+
+    def read(self, path):
+        assert self.go_on.wait(30)
+        return super().read(path)
+
+
+def test_what_a_slow_disk_brings_too_late_is_computed_and_its_files_stay(tmp_path, monkeypatch):
+    """Late reads are misses, and once the disk is itself again the same files are hits."""
+    engine, prompts = fill_disk(tmp_path)
+    engine._lower.close()
+    files = sorted(Path(tmp_path).rglob("*.kv"))
+    slow = Slow()
+    monkeypatch.setattr(disk_tier, "FileIO", lambda: slow)
+    options = dict(num_blocks=40, disk_cache_path=tmp_path, disk_cache_bytes=1 << 20)
+    again = engine_with(40, **options)
+    again._lower._disk._patience_s = 0.05
+    outputs = serve(again, prompts, GREEDY)
+    assert tokens_of(outputs) == expected(0, (100, 110, 120, 90))
+    assert counts(again).disk_hits == 0 < counts(again).failed_reads
+    assert all(output.num_cached_tokens == 0 for output in outputs)
+    slow.go_on.set()
+    again._lower.close()
+    assert sorted(Path(tmp_path).rglob("*.kv")) == files
+    third = engine_with(40, **options)
+    outputs = serve(third, prompts, GREEDY)
+    assert tokens_of(outputs) == expected(0, (100, 110, 120, 90))
+    assert counts(third).disk_hits > 10 and counts(third).failed_reads == 0
+    third._lower.close()
 
 
 class Moody(disk_tier.FileIO):

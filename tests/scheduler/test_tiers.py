@@ -180,6 +180,37 @@ def test_a_file_that_can_not_be_read_is_as_if_it_had_never_been():
     books.tiers.check([])
 
 
+def test_a_file_that_was_read_too_late_is_there_for_the_next_one():
+    """A miss for whoever has waited for it; the file stays, and is not written a second time."""
+    books = Books(host=1, disk=4)
+    write(books, 1, 2)
+    (coming,) = books.tiers.prefetch([books.key(1)])
+    books.tiers.take()
+    books.tiers.tell_read(coming.slot, ok=False, keep=True)
+    assert books.held() == [] and books.tiers.num_host_available == 1
+    assert not books.tiers.take().files and books.tiers.counts.failed_reads == 1
+    assert not any(isinstance(op, FileWrite) and op.key == books.key(1) for op in
+                   [*books.drop(1).files, *books.drop(2).files])  # fmt: skip
+    books.tiers.check([])
+    (again,) = books.tiers.prefetch([books.key(1)])
+    assert books.tiers.take().files[-1:] == [FileRead(books.key(1), again.slot)]
+    books.tiers.tell_read(again.slot, ok=True)
+    assert books.held() == [1]
+    books.tiers.check([])
+
+
+def test_forgotten_while_a_read_was_late_means_forgotten():
+    books = Books(host=1, disk=4)
+    write(books, 1, 2)
+    (coming,) = books.tiers.prefetch([books.key(1)])
+    books.tiers.take()
+    books.tiers.forget()
+    books.tiers.tell_read(coming.slot, ok=False, keep=True)
+    assert books.tiers.num_disk_used == 0 and books.tiers.num_host_available == 1
+    assert books.tiers.prefetch([books.key(1)]) == []
+    books.tiers.check([])
+
+
 def test_a_file_counts_only_once_it_is_written():
     books = Books(host=1, disk=4)
     books.drop(1)

@@ -61,7 +61,7 @@ class FlakyDisk:
                     found = self.files.get(key_digest(key)) if ok else None
                     if found is not None:
                         model.fill(slot, found)
-                    tiers.tell_read(slot, ok=found is not None)
+                    tiers.tell_read(slot, ok=found is not None, keep=not ok)
 
 
 class TierModel(HashModel):
