@@ -1,7 +1,7 @@
 """Preemption by swap beside recompute: where they cross, and a burst in a pool too small for it.
 
-    python -m benchmarks.bench_preemption --shape llama3.1-8b --lengths 512 2048 8192 32768 \\
-        --requests 32 --prompt-len 4096 --output-len 2048 --max-num-seqs 32 \\
+    python -m benchmarks.bench_preemption --shape llama3.1-8b --lengths 512 2048 8192 16384 \\
+        --requests 48 --prompt-len 896 --output-len 512 --max-num-seqs 32 --repeats 1 \\
         --out benchmarks/results/preemption.jsonl --plot benchmarks/results/preemption.png
     python -m benchmarks.bench_preemption --shape smollm2-135m --dtype float32 \\
         --lengths 64 128 256 512 --requests 10 --prompt-len 200 --output-len 150 \\
@@ -10,16 +10,16 @@
 One JSON line per length: the measured time to copy a sequence's blocks to the host and back, and
 to compute its tokens again, beside what `SwapCost` says of both. One line per policy for the
 burst, in a pool of a quarter of what all requests need together: tokens per second, preemptions,
-swaps; the policies run by turns. Prefix caching is off, so that recomputing does what its name
-says; weights are random.
+swaps; the policies run by turns. All of it on one engine, so that the pool must hold the longest
+length. Prefix caching is off, so that recomputing does what its name says; weights are random.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from benchmarks.record import record
 from benchmarks.request_lists import random_prompts, throughput
 from benchmarks.shapes import SHAPES, random_model
 from benchmarks.workloads import RequestShape
-from pagedjax import EngineConfig
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.kv_pool import KVPool, kv_spec
 from pagedjax.loading import LoadedModel
@@ -67,31 +66,45 @@ def recompute_s(engine: Engine, num_tokens: int) -> float:
     return min(serve(engine, shape, prompts)[0] for _ in range(2))
 
 
-def crossover(model: LoadedModel, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Figures of each length."""
-    longest = max(args.lengths) + 1
-    blocks = -(-longest // args.block_size)
-    block_bytes = bytes_of_a_block(model, args)
+def prepared(model: LoadedModel, args: argparse.Namespace) -> Engine:
+    """The engine that everything is measured on: its pool is a quarter of what the burst needs.
+
+    Raises:
+        ValueError: the pool does not hold the longest of `--lengths`, or the host memory does not.
+    """
+    longest = max(max(args.lengths) + 1, args.prompt_len + args.output_len)
+    needed = args.requests * -(-(args.prompt_len + args.output_len) // args.block_size)
     config = dataclasses.replace(
         engine_config(args, longest),
-        num_blocks=blocks + 1,
+        num_blocks=1 + needed // 4,
         prefix_caching=False,
-        host_cache_bytes=blocks * block_bytes,
+        host_cache_bytes=int(args.host_gb * 1e9),
     )
+    room = min(needed // 4, config.host_cache_bytes // bytes_of_a_block(model, args))
+    if max(args.lengths) >= room * args.block_size:
+        raise ValueError(
+            f"want lengths below {room * args.block_size} tokens, which is what a quarter of the "
+            f"burst's blocks and {args.host_gb} GB of host memory hold; got {max(args.lengths)}"
+        )
     engine = Engine(model, None, config)
     warm(engine)
+    return engine
+
+
+def crossover(engine: Engine, lengths: Sequence[int]) -> list[dict[str, Any]]:
+    """Figures of each length."""
     cost = engine._scheduler.swap_cost
     assert cost is not None
     rows = []
-    for length in sorted(args.lengths):
-        num_blocks = -(-length // args.block_size)
+    for length in sorted(lengths):
+        num_blocks = -(-length // engine.config.block_size)
         measured = {"swap": swap_s(engine, num_blocks), "recompute": recompute_s(engine, length)}
         model_says = {"swap": cost.swap_s(num_blocks), "recompute": cost.recompute_s(length)}
         rows.append(
             {
                 "tokens": length,
                 "blocks": num_blocks,
-                "bytes": num_blocks * block_bytes,
+                "bytes": num_blocks * engine.kv_spec.block_bytes,
                 "swap_ms": round(measured["swap"] * 1e3, 3),
                 "recompute_ms": round(measured["recompute"] * 1e3, 3),
                 "modelled_swap_ms": round(model_says["swap"] * 1e3, 3),
@@ -106,25 +119,16 @@ def crossover(model: LoadedModel, args: argparse.Namespace) -> list[dict[str, An
     return rows
 
 
-def bursts(model: LoadedModel, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def bursts(engine: Engine, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Figures of the burst under each policy: of the fastest of a few runs by turns."""
     shapes = [RequestShape(args.prompt_len, args.output_len, 0.0)] * args.requests
-    needed = args.requests * -(-(args.prompt_len + args.output_len) // args.block_size)
-    engines: dict[str, Engine] = {}
-    for policy in POLICIES:
-        config: EngineConfig = dataclasses.replace(
-            engine_config(args, args.prompt_len + args.output_len),
-            num_blocks=1 + needed // 4,
-            prefix_caching=False,
-            preemption=policy,
-            host_cache_bytes=0 if policy == "recompute" else int(args.host_gb * 1e9),
-        )
-        engines[policy] = Engine(model, None, config)
-        warm(engines[policy])
-    prompts = random_prompts(shapes, model.arch.vocab)
+    prompts = random_prompts(shapes, engine.arch.vocab)
+    scheduler = engine._scheduler
     best: dict[str, dict[str, Any]] = {}
     for _ in range(args.repeats):
-        for policy, engine in engines.items():
+        for policy in POLICIES:
+            # Read whenever a sequence loses its blocks, and nothing runs now.
+            scheduler.config = dataclasses.replace(scheduler.config, preemption=policy)
             before = engine.stats()
             seconds, _ = serve(engine, shapes, prompts)
             after = engine.stats()
@@ -142,7 +146,7 @@ def bursts(model: LoadedModel, args: argparse.Namespace) -> dict[str, dict[str, 
 
 
 def bytes_of_a_block(model: LoadedModel, args: argparse.Namespace) -> int:
-    """Of the engines' KV pools."""
+    """Of the engine's KV pool."""
     dtype = model.params["embed.table"].dtype
     return kv_spec(model.arch, engine_config(args, 2), num_blocks=1, dtype=dtype).block_bytes
 
@@ -168,10 +172,10 @@ def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_engine_options(parser)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192, 32768])
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--prompt-len", type=int, default=4096)
-    parser.add_argument("--output-len", type=int, default=2048)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192, 16384])
+    parser.add_argument("--requests", type=int, default=48)
+    parser.add_argument("--prompt-len", type=int, default=896)
+    parser.add_argument("--output-len", type=int, default=512)
     parser.add_argument("--host-gb", type=float, default=8.0, help="host memory for the swaps")
     parser.add_argument("--repeats", type=int, default=2, help="of the burst; the fastest counts")
     parser.add_argument("--plot", type=Path, help="draw the times of the lengths here")
@@ -181,14 +185,14 @@ def options() -> argparse.ArgumentParser:
 def main() -> None:
     args = options().parse_args()
     model = random_model(SHAPES[args.shape], args.dtype)
-    rows = crossover(model, args)
+    engine = prepared(model, args)
+    rows = crossover(engine, args.lengths)
     for row in rows:
         record("preemption", case_name(args, f"length {row['tokens']}"), args.out, **row)
     if args.plot is not None:
         plot(rows, f"{args.shape} {args.dtype}, {jax.devices()[0].device_kind}", args.plot)
-    gc.collect()  # the pool of the engine before
     load = f"burst of {args.requests} x {args.prompt_len}+{args.output_len}"
-    best = bursts(model, args)
+    best = bursts(engine, args)
     for policy, figures in best.items():
         speedup = best["recompute"]["seconds"] / figures["seconds"]
         record(

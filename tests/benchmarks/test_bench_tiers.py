@@ -37,3 +37,12 @@ def test_the_preemption_benchmark_preempts_under_every_policy(monkeypatch, capsy
     assert all(line["output_tokens"] == 800 for line in lines[2:])
     assert all(line["compiles_after_warmup"] == 0 for line in lines[2:])
     assert picture.stat().st_size > 1000
+
+
+def test_lengths_that_the_quarter_does_not_hold_are_refused(monkeypatch, capsys):
+    options = (
+        "--shape tiny --dtype float32 --lengths 32 300 --requests 8 --prompt-len 40 --output-len "
+        "100 --host-gb 0.01"
+    )
+    with pytest.raises(ValueError, match="want lengths below 288 tokens.*got 300"):
+        lines_of(monkeypatch, capsys, bench_preemption, *options.split())
