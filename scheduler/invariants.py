@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 
 from scheduler.block_pool import NULL_BLOCK, BlockPool
+from scheduler.queue import urgency
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import NO_ROW, Sequence, Status
 
@@ -26,15 +27,17 @@ def check(scheduler: Scheduler) -> None:
         _check_sharing(scheduler, seq)
     _check_tiers(scheduler, seqs)
     assert not scheduler.blocks.take_copies().size, "a copy is left for the next plan"
-    running = [seq.seq_id for seq in seqs if seq.status is Status.RUNNING]
-    waiting = [seq.seq_id for seq in seqs if seq.status is Status.WAITING]
+    running = [urgency(seq) for seq in seqs if seq.status is Status.RUNNING]
+    waiting = [urgency(seq) for seq in seqs if seq.status is Status.WAITING]
     assert len(running) == scheduler.num_running and len(waiting) == scheduler.num_waiting
     assert len(set(seq.seq_id for seq in seqs)) == len(seqs), "a sequence is listed twice"
-    for queue in (running, waiting):  # one that waits for a sibling or a file is passed over
-        assert queue == sorted(queue), "first come is not first served"
-    alone = [seq.seq_id for seq in seqs if not seq.siblings and seq.status is not Status.DRAINING]
+    for queue in (running, waiting):
+        assert queue == sorted(queue), "a queue is out of order"
+    # One that waits for a sibling or a file is passed over; one more urgent may just have come.
+    alone = [urgency(seq) for seq in seqs if not seq.siblings and seq.status is not Status.DRAINING]
     if scheduler.blocks.tiers is None:
-        assert alone == sorted(alone), "first come is not first served"
+        by_priority = sorted(alone, key=lambda one: one[0])
+        assert by_priority == sorted(alone), "of equals, first come is not first served"
     assert scheduler.has_unfinished() == bool(seqs)
 
 

@@ -51,12 +51,14 @@ class StopRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt to be continued. Requests are served in the order in which they are added.
+    """One prompt to be continued. Of equal priority, requests are served in order of arrival.
 
     Attributes:
         request_id: the caller's name for it, unique among the live requests.
         prompt_token_ids: at least one token id; not changed after the request was added.
         stop: when to end.
+        priority: a request with a lower value is served earlier, and may take the place or the
+            memory of a running one with a higher value.
         prompt_logprobs: whether logits are wanted at every prompt position, so that each prompt
             token takes one sample row of the step that computes it.
         cache_salt: what the keys and values depend on besides the tokens, as (kind, value) pairs:
@@ -73,6 +75,7 @@ class Request:
     request_id: str
     prompt_token_ids: AbstractSequence[int] = field(repr=False)
     stop: StopRules
+    priority: int = 0
     prompt_logprobs: bool = False
     cache_salt: tuple[tuple[str, str], ...] = ()
     sibling_of: str | None = None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect, insort
 from collections import deque
 from collections.abc import Iterable
 
 from scheduler.block_manager import BlockManager
 from scheduler.config import SchedulerConfig
 from scheduler.plan import Int32, SeqUpdate, StepPlan
+from scheduler.queue import Queues
 from scheduler.request import FinishReason, Request
 from scheduler.request_checks import check_siblings, checked_prompt
 from scheduler.sequence import NO_ROW, Sequence, Status
@@ -20,7 +20,7 @@ MAX_PLANS_IN_FLIGHT = 2
 
 
 class Scheduler:
-    """First come, first served continuous batching over a pool of KV blocks.
+    """Continuous batching over a pool of KV blocks: by priority, and then first come, first served.
 
     The caller alternates `schedule` and `update`. It may run one plan ahead of the results:
 
@@ -34,19 +34,21 @@ class Scheduler:
     Blocks that were given up may therefore be handed out again at once: whoever writes them next
     does so in a later plan.
 
-    Order: the running sequences are always the oldest ones. Each step serves them in order of
-    arrival and then admits waiting ones, oldest first, until a budget is used up. When a running
-    sequence needs a block and none is free, the youngest running one loses its blocks and goes
-    back to the front of the queue, later to compute its prompt and outputs again. The oldest
-    never stands back for another, and alone it fits (`max_seq_len`), so it always finishes.
+    Order: sequences are served by (`Request.priority`, arrival), and the running ones are the
+    first in this order. Each step serves them and then admits waiting ones until a budget is used
+    up. When a running sequence needs a block and none is free, the last of the running ones loses
+    its blocks and goes back to its place in the queue, later to compute its prompt and outputs
+    again. So it does when one arrives that is strictly more urgent and finds no place or no
+    memory. The first never stands back for another, and alone it fits (`max_seq_len`), so it
+    always finishes, and so do all of them once nothing more urgent arrives.
 
     Against sequences that come and go without progress: a sequence is admitted only when the
     blocks of *all* the tokens it has are free, and gets them at once, so that it cannot run out in
     the middle of its prompt; one percent of the pool stays free for the growth of those that
-    already run; and nothing is admitted in a step that preempted.
+    already run; and nothing is admitted in a step that preempted, but what it made way for.
 
     Siblings (`Request.sibling_of`) have a prompt in common, which is computed once. Until the
-    first of them has done so the others are passed over, and younger sequences are served.
+    first of them has done so the others are passed over, and later sequences are served.
 
     Beams wait after every step for `choose_beams`. One that was preempted computes its tokens
     again while the others wait with their blocks; where these leave no room for it, and nothing
@@ -69,8 +71,7 @@ class Scheduler:
         self._next_seq_id = 0
         self._live: dict[int, Sequence] = {}
         self._by_request_id: dict[str, Sequence] = {}
-        self._running: list[Sequence] = []
-        self._waiting: deque[Sequence] = deque()
+        self._queues = Queues()
         self._in_flight: deque[StepPlan] = deque()
         self._num_preemptions = self._num_swaps = 0
 
@@ -82,12 +83,12 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Sequences that own blocks."""
-        return len(self._running)
+        return len(self._queues.running)
 
     @property
     def num_waiting(self) -> int:
         """Sequences that wait to be admitted, preempted ones among them."""
-        return len(self._waiting)
+        return len(self._queues.waiting)
 
     @property
     def num_used_blocks(self) -> int:
@@ -116,7 +117,7 @@ class Scheduler:
     def sequences(self) -> list[Sequence]:
         """The live sequences: running, waiting in the order of the queue, then draining."""
         draining = [seq for seq in self._live.values() if seq.status is Status.DRAINING]
-        return [*self._running, *self._waiting, *draining]
+        return [*self._queues.running, *self._queues.waiting, *draining]
 
     def add(self, request: Request) -> int:
         """Queue a request.
@@ -145,7 +146,7 @@ class Scheduler:
             seq.siblings.append(seq)
             seq.held = request.beam
         self._live[seq.seq_id] = self._by_request_id[request_id] = seq
-        self._waiting.append(seq)
+        self._queues.wait(seq)
         return seq.seq_id
 
     def abort(self, request_id: str) -> SeqUpdate | None:
@@ -186,11 +187,13 @@ class Scheduler:
         if len(self._in_flight) >= MAX_PLANS_IN_FLIGHT:
             raise RuntimeError(f"{MAX_PLANS_IN_FLIGHT} plans are in flight: update one first")
         step = StepBuilder(self.config)
-        preempted = self._schedule_running(step)
+        running = self._queues.running
+        preempted = self._make_way()
+        preempted += self._schedule_running(step)
         if not preempted:
             self._admit_waiting(step)
-            while step.is_empty and self._running and not self._in_flight and self._wanting():
-                preempted.append(self._preempt_youngest())
+            while step.is_empty and running and not self._in_flight and self._wanting():
+                preempted.append(self._preempt_last())
                 self._admit_waiting(step)
         plan = step.build(self.blocks, preempted)
         if plan is not None:
@@ -269,12 +272,10 @@ class Scheduler:
         """Give a beam the tokens and blocks of another one, which was in the state `was`."""
         if blocks and self.blocks.fork(seq, was, blocks):
             if seq.status is Status.WAITING:
-                self._waiting.remove(seq)
-                self._run(seq)
+                self._queues.run(seq)
         elif seq.status is Status.RUNNING:  # both compute their tokens again
-            self._running.remove(seq)
             self.blocks.free(seq)
-            self._queue(seq)
+            self._queues.wait(seq)
         seq.outputs = was.outputs[:]
         seq.num_known = was.num_known
 
@@ -298,10 +299,25 @@ class Scheduler:
             seq.num_cached_tokens or 0,
         )
 
-    def _schedule_running(self, step: StepBuilder) -> list[Sequence]:
-        """Plan the running sequences, oldest first; return those preempted for want of blocks."""
+    def _make_way(self) -> list[Sequence]:
+        """Let waiting sequences run in place of strictly less urgent ones; return the latter."""
         preempted: list[Sequence] = []
-        running = self._running
+        running = self._queues.running
+        for seq in self._queues.overdue():
+            self.blocks.look_on_disk(seq)
+            if is_to_wait(seq, self.blocks):
+                continue
+            while not (self.blocks.num_free_rows and self._admit(seq)):
+                if not running or running[-1].request.priority <= seq.request.priority:
+                    return preempted
+                preempted.append(self._preempt_last())
+            self._queues.run(seq)
+        return preempted
+
+    def _schedule_running(self, step: StepBuilder) -> list[Sequence]:
+        """Plan the running sequences in order; return those preempted for want of blocks."""
+        preempted: list[Sequence] = []
+        running = self._queues.running
         index = 0
         while index < len(running):
             seq = running[index]
@@ -316,54 +332,54 @@ class Scheduler:
             if has_room or self.blocks.grow(seq, end):
                 step.add(seq, count)
                 index += 1
-            else:  # the youngest has not been planned in this step: `running` ends with it
-                preempted.append(self._preempt_youngest())
+            else:  # the last has not been planned in this step: `running` ends with it
+                preempted.append(self._preempt_last())
         return preempted
 
     def _admit_waiting(self, step: StepBuilder) -> None:
+        waiting = self._queues.waiting
         passed: list[Sequence] = []
-        while self._waiting and self.blocks.num_free_rows:
-            seq = self._waiting[0]
+        while waiting and self.blocks.num_free_rows:
+            seq = waiting[0]
             self.blocks.look_on_disk(seq)
             if is_to_wait(seq, self.blocks):
-                passed.append(self._waiting.popleft())
+                passed.append(waiting.popleft())
                 continue
             if not step.chunk(seq):
                 break
             if not self._admit(seq):
                 self.blocks.expect(seq)
                 break
-            self._waiting.popleft()
-            self._run(seq)
+            self._queues.run(seq)
             step.add(seq, step.chunk(seq))
-        self._waiting.extendleft(reversed(passed))
+        waiting.extendleft(reversed(passed))
 
     def resume(self, seq: Sequence) -> bool:
         """Let a waiting sequence run outside of a plan, if there are blocks for all its tokens."""
         if not self.blocks.num_free_rows or not self.blocks.admit(seq, keep_free=0):
             return False
-        self._waiting.remove(seq)
-        self._run(seq)
+        self._queues.run(seq)
         return True
 
     def _admit(self, seq: Sequence) -> bool:
         """Give a waiting sequence blocks, if enough of them are free."""
-        keep_free = self._watermark if self._running else 0
+        keep_free = self._watermark if self._queues.running else 0
         if seq.saved is not None:
             return self.blocks.swap_in(seq, keep_free=keep_free)
         return self.blocks.admit(seq, keep_free=keep_free, source=source_of(seq, self.blocks))
 
     def _wanting(self) -> bool:
         """Whether a waiting sequence has something to compute."""
-        return any(not is_to_wait(seq, self.blocks) for seq in self._waiting)
+        return any(not is_to_wait(seq, self.blocks) for seq in self._queues.waiting)
 
-    def _preempt_youngest(self) -> Sequence:
-        seq = self._running.pop()
+    def _preempt_last(self) -> Sequence:
+        """Take the blocks of the least urgent running sequence, the last to arrive of equals."""
+        seq = self._queues.running[-1]
         if self._is_worth_swapping(seq) and self.blocks.swap_out(seq):
             self._num_swaps += 1
         else:
             self.blocks.free(seq)
-        self._queue(seq)
+        self._queues.wait(seq)
         self._num_preemptions += 1
         return seq
 
@@ -376,16 +392,6 @@ class Scheduler:
             seq.num_computed
         )
 
-    def _run(self, seq: Sequence) -> None:
-        """Count a sequence that has been given blocks among those that run."""
-        seq.status = Status.RUNNING
-        insort(self._running, seq, key=_arrival)
-
-    def _queue(self, seq: Sequence) -> None:
-        """Let a sequence that has lost its blocks wait in its place among the others."""
-        seq.status = Status.WAITING
-        self._waiting.insert(bisect(self._waiting, seq.seq_id, key=_arrival), seq)
-
     def _drain(self, seqs: list[Sequence]) -> None:
         """Free the blocks of sequences that have planned all they need, for the next plan.
 
@@ -393,18 +399,13 @@ class Scheduler:
         """
         for seq in seqs:
             self.blocks.free(seq)
-            self._running.remove(seq)
-            seq.status = Status.DRAINING
+            self._queues.leave(seq, Status.DRAINING)
 
     def _end(self, seq: Sequence) -> None:
-        if seq.status is Status.RUNNING:
-            self._running.remove(seq)
-        elif seq.status is Status.WAITING:
-            self._waiting.remove(seq)
+        self._queues.leave(seq, Status.FINISHED)
         self.blocks.free(seq)
         if seq.siblings:
             seq.siblings.remove(seq)
-        seq.status = Status.FINISHED
         del self._live[seq.seq_id]
         del self._by_request_id[seq.request.request_id]
 
@@ -422,7 +423,3 @@ class Scheduler:
         if seq is None or not seq.held or seq.seq_id in planned:
             raise ValueError(f"{request_id!r} is no beam that waits to be chosen")
         return seq
-
-
-def _arrival(seq: Sequence) -> int:
-    return seq.seq_id

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from scheduler.block_manager import BlockManager
 from scheduler.block_pool import NULL_BLOCK
 from scheduler.prefix_index import ROOT
+from scheduler.queue import urgency
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence, Status
 
@@ -101,7 +102,7 @@ def restore_state(scheduler: Scheduler, state: SchedulerState) -> dict[int, int]
     """Put sequences and cache into a scheduler in which nothing has been planned.
 
     What does not fit into its pool is left out: of the cache the least recently used blocks, of
-    the sequences the youngest, which then compute their tokens again.
+    the sequences the least urgent, which then compute their tokens again.
 
     Args:
         scheduler: the requests of all sequences of `state` have been added to it.
@@ -125,12 +126,13 @@ def restore_state(scheduler: Scheduler, state: SchedulerState) -> dict[int, int]
     # The content of what is indexed here comes later: none of it is to be kept in a lower tier.
     on_discard, index.on_discard = index.on_discard, None
     sources = _restore_cache(scheduler, state, reserved)
-    has_room = True  # the running ones are the oldest: after one that has to wait, all do
-    for one in sequences:
+    has_room = True  # in the order of service: after one that has to wait, all do
+    for one in sorted(sequences, key=lambda one: urgency(waiting[one.request_id])):
         seq = waiting[one.request_id]
-        has_room = has_room and one.is_running and scheduler.resume(seq)
-        if has_room:
-            sources |= _restore_blocks(seq, one, scheduler.blocks)
+        if one.is_running and has_room:
+            has_room = scheduler.resume(seq)
+            if has_room:
+                sources |= _restore_blocks(seq, one, scheduler.blocks)
         seq.num_cached_tokens = one.num_cached_tokens
     index.on_discard = on_discard
     return sources

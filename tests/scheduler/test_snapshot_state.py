@@ -24,7 +24,7 @@ def moved(driver, **changes):
     })  # fmt: skip
     before = driver.scheduler
     state = export_state(before)
-    new = Driver(config)
+    new = Driver(config, num_priorities=driver.num_priorities)
     new.model = HashModel(config)
     live = sorted(before.sequences(), key=lambda seq: seq.seq_id)
     new.add(*(replace(seq.request, sibling_of=oldest_sibling(seq)) for seq in live))
@@ -84,7 +84,7 @@ def test_random_traces_may_move_again_and_again(seed):
         max_prefill_chunk=[None, 20][seed % 5 > 2],
         num_blocks=int(rng.integers(22, 70)),
     )
-    driver = Driver(replace(CONFIG, **options))
+    driver = Driver(replace(CONFIG, **options), num_priorities=1 + seed % 7 // 2)
     asked, done = {}, {}
     for turn in range(8):
         for index in range(int(rng.integers(0, 4))):
@@ -102,6 +102,27 @@ def test_random_traces_may_move_again_and_again(seed):
     done |= outcome(driver)
     for name, one in asked.items():
         assert done[name] == expected_tokens(one, 300, options["window"])[0]
+
+
+def test_in_a_smaller_pool_the_most_urgent_go_on_running():
+    driver = Driver(CONFIG)
+    driver.add(
+        *(
+            request(name, 100, max_tokens=50, priority=p)
+            for name, p in zip("abcd", (2, 1, 3, 1), strict=True)
+        )
+    )
+    for _ in range(12):
+        driver.step()
+    driver.add(request("e", 10, max_tokens=50))
+    new = moved(driver, num_blocks=17)
+    running = [s.request.request_id for s in new.scheduler.sequences() if s.blocks]
+    assert running == ["b", "d"]
+    assert {s.request_id for s in new.step().seqs} == {"b", "d", "e"}
+    while new.scheduler.has_unfinished():
+        new.step()
+    wanted = {one.request_id: expected_tokens(one, 256)[0] for one in new.requests.values()}
+    assert outcome(new) == wanted
 
 
 def test_what_was_computed_is_not_computed_again():

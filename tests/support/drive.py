@@ -9,6 +9,7 @@ was overwritten, mixed up or never written gives another token than `expected_to
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -231,6 +232,11 @@ def check_plan(plan: StepPlan, config: SchedulerConfig) -> None:
         assert column.tolist() == [getattr(planned, name) for planned in seqs]
 
 
+def _named(request_id: str) -> int:
+    """A number that samples of one prompt have in common."""
+    return zlib.crc32(request_id.partition("#")[0].encode())
+
+
 @dataclass
 class Driver:
     """A scheduler, its device, and what came out; checks everything after every step.
@@ -238,11 +244,13 @@ class Driver:
     Attributes:
         config: of the scheduler.
         pipelined: whether each plan is made before the tokens of the one before it are read.
+        num_priorities: if more than 1, requests get one of so many priorities, by their names.
     """
 
     config: SchedulerConfig
     pipelined: bool = True
     check: bool = True
+    num_priorities: int = 1
     plans: list[StepPlan] = field(default_factory=list)
     outputs: dict[int, list[int]] = field(default_factory=dict)
     ends: dict[int, FinishReason] = field(default_factory=dict)
@@ -258,6 +266,11 @@ class Driver:
 
     def add(self, *requests: Request) -> list[int]:
         """Queue requests; their sequence ids."""
+        if self.num_priorities > 1:
+            requests = tuple(
+                dataclasses.replace(r, priority=_named(r.request_id) % self.num_priorities)
+                for r in requests
+            )
         seq_ids = [self.scheduler.add(request) for request in requests]
         self.requests |= dict(zip(seq_ids, requests, strict=True))
         self.outputs |= {seq_id: [] for seq_id in seq_ids}
@@ -300,7 +313,8 @@ class Driver:
             assert (plan is None) == (not wanting), "there is work exactly when one wants it"
         if plan is not None:
             planned = {s.seq_id for s in plan.seqs}
-            assert wanting[0].seq_id in planned or held_blocks, "the oldest makes no progress"
+            first = min(wanting, key=lambda s: s.request.priority)
+            assert first.seq_id in planned or held_blocks, "the first makes no progress"
             check_plan(plan, self.config)
             self.plans.append(plan)
             self._unread.append((plan, self.model.run(plan)))

@@ -166,8 +166,12 @@ class TierDriver(Driver):
             plan = self._schedule()
         if plan is not None:
             check_plan(plan, self.config)
-            running = [s.seq_id for s in wanting if s.blocks or s.status is Status.DRAINING]
-            assert not running or running[0] in {s.seq_id for s in plan.seqs}, "no progress"
+            running = [s for s in wanting if s.blocks or s.status is Status.DRAINING]
+            planned = {s.seq_id for s in plan.seqs}
+            served = [s for s in wanting if s.seq_id in planned]
+            assert not running or any(
+                s is running[0] or s.request.priority < running[0].request.priority for s in served
+            ), "no progress"
             self.plans.append(plan)
             self._unread.append((plan, self.model.run(plan)))
         self._check()
