@@ -9,13 +9,15 @@ import threading
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagedjax.frontend import Frontend, Prompt, serve_metrics, start_engine
 from pagedjax.outputs import RequestOutput
-from pagedjax.sampling_params import SamplingParams
+from pagedjax.sampling_params import BeamSearchParams, SamplingParams
 from pagedjax.tokenizer import Message, Tokenizer
 
 if TYPE_CHECKING:
@@ -120,6 +122,7 @@ class AsyncLLM:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
+        priority: int = 0,
         request_id: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the completion of one prompt, as deltas (see `pagedjax.outputs`).
@@ -130,23 +133,54 @@ class AsyncLLM:
         Args:
             prompt: text or token ids.
             params: None takes the checkpoint's own settings.
+            priority: lower values are served earlier; see `LLM.generate`.
             request_id: a name for `abort`, free again once the request has ended; None makes one.
 
         Raises:
             ValueError: the request cannot be served, or its id is in use.
             EngineStopped: the engine was closed, or failed, before the request ended.
         """
-        return self._stream(*self._frontend.tokens(prompt), params, request_id)
+        checked = self._frontend.params(params)
+        return self._stream(*self._frontend.tokens(prompt), checked, priority, request_id)
 
     def chat(
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
         *,
+        priority: int = 0,
         request_id: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the assistant's answer to one conversation; otherwise like `generate`."""
-        return self._stream(*self._frontend.chat_tokens(messages), params, request_id)
+        checked = self._frontend.params(params)
+        return self._stream(*self._frontend.chat_tokens(messages), checked, priority, request_id)
+
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
+    ) -> RequestOutput:
+        """The likeliest completions of one prompt that a beam search finds, best first.
+
+        They are known when the search ends, all at once. Cancelling the call aborts it.
+
+        Args:
+            prompt: text or token ids.
+            params: width of the search and when it ends.
+            priority: as in `generate`.
+            request_id: as in `generate`.
+
+        Raises:
+            ValueError: as in `generate`, or `params` is not `BeamSearchParams`.
+            EngineStopped: as in `generate`.
+        """
+        search = self._frontend.beam_params(params)
+        stream = self._stream(*self._frontend.tokens(prompt), search, priority, request_id)
+        async with aclosing(stream):
+            return RequestOutput.joined([delta async for delta in stream])
 
     async def abort(self, request_id: str) -> None:
         """End a request now; its stream yields a last delta with the reason `abort`.
@@ -187,19 +221,45 @@ class AsyncLLM:
         """
         await asyncio.wrap_future(self._submit(lambda: self._engine.snapshot(path)))
 
+    async def restore(self, path: str | Path) -> dict[str, AsyncGenerator[RequestOutput, None]]:
+        """Go on where a snapshot was taken, in another process perhaps; see `LLM.restore`.
+
+        Returns:
+            A stream for each request by its id, in order of arrival. Its first delta repeats what
+            the request had said before, without log-probabilities. Leaving a stream that was begun
+            aborts its request; one that is not begun lets it run to its end.
+
+        Raises:
+            ValueError: the snapshot is of another model or damaged, or requests are running here.
+            EngineStopped: the engine was closed, or failed.
+        """
+        loop = asyncio.get_running_loop()
+        restored = await asyncio.wrap_future(self._submit(lambda: self._restore(path, loop)))
+        return {stream.request_id: self._read(stream) for stream in restored}
+
     async def _stream(
         self,
         text: str | None,
         token_ids: list[int],
-        params: SamplingParams | None,
+        params: SamplingParams | BeamSearchParams,
+        priority: int,
         request_id: str | None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        checked = self._frontend.params(params)
         stream = self._register(request_id)
+        add = partial(self._engine.add_request, stream.request_id, text, token_ids, params)
+        added = self._submit(lambda: self._add(stream, partial(add, priority=priority)))
+        async with aclosing(self._read(stream, added)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def _read(
+        self, stream: _Stream, added: Future[None] | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The deltas of a request, which is aborted when its reader leaves."""
         finished = False
         try:
-            add = self._submit(lambda: self._add(stream, text, token_ids, checked))
-            await asyncio.wrap_future(add)
+            if added is not None:
+                await asyncio.wrap_future(added)
             while not finished:
                 item = await stream.items.get()
                 if isinstance(item, BaseException):
@@ -270,15 +330,29 @@ class AsyncLLM:
     def _begin_closing(self) -> None:
         self._closing = True
 
-    def _add(
-        self, stream: _Stream, text: str | None, token_ids: list[int], params: SamplingParams
-    ) -> None:
+    def _add(self, stream: _Stream, add: Callable[[], None]) -> None:
         try:
-            self._engine.add_request(stream.request_id, text, token_ids, params)
+            add()
         except ValueError:
             self._release(stream)  # before the caller hears of it, who may try again
             raise
         self._running.add(stream)
+
+    def _restore(self, path: str | Path, loop: asyncio.AbstractEventLoop) -> list[_Stream]:
+        """Restore a snapshot; the streams of its requests, which hold what was said before."""
+        with self._lock:
+            if self._streams:
+                raise ValueError(
+                    "a snapshot is restored into an idle engine, this one has requests: "
+                    f"{sorted(self._streams)}"
+                )
+        said = self._engine.restore(path)
+        streams = [_Stream(output.request_id, loop) for output in said]
+        with self._lock:
+            self._streams |= {stream.request_id: stream for stream in streams}
+        self._running.update(streams)
+        self._deliver(said)
+        return streams
 
     def _drop(self, stream: _Stream) -> None:
         """End a request whose reader has left; its id is free once its last delta has come."""

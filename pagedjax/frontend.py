@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagedjax.sampling_params import SamplingParams
+from pagedjax.sampling_params import BeamSearchParams, SamplingParams
 from pagedjax.tokenizer import Message, Tokenizer
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Frontend:
             return prompt, self.tokenizer.encode(prompt)
         items = _as_list(prompt)
         is_list = isinstance(items, Sequence) and not isinstance(items, bytes)
-        if not is_list or not all(map(_is_token_id, items)):
+        if not is_list or not all(map(_is_integer, items)):
             raise ValueError(f"a prompt is text or a list of token ids, got {_brief(prompt)}")
         return None, [int(item) for item in items]
 
@@ -136,6 +136,17 @@ class Frontend:
             raise ValueError(f"wanted SamplingParams, got {type(params).__name__}")
         return params
 
+    @staticmethod
+    def beam_params(params: BeamSearchParams) -> BeamSearchParams:
+        """The same `params`.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"wanted BeamSearchParams, got {type(params).__name__}")
+        return params
+
 
 def prompt_list(prompts: Any) -> list[Any]:
     """One prompt, or several, as a list of prompts.
@@ -150,9 +161,24 @@ def prompt_list(prompts: Any) -> list[Any]:
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise ValueError(f"prompts are text, token ids, or a list of them; got {_brief(prompts)}")
-    if prompts and all(map(_is_token_id, prompts)):
+    if prompts and all(map(_is_integer, prompts)):
         return [prompts]
     return list(prompts)
+
+
+def priority_list(priority: Any, count: int) -> list[int]:
+    """One priority for each of `count` prompts, from one for all or one for each.
+
+    Raises:
+        ValueError: something is no integer, or their number is another.
+    """
+    priority = _as_list(priority)
+    items = list(priority) if isinstance(priority, Sequence) else [priority] * count
+    if len(items) != count or not all(map(_is_integer, items)):
+        raise ValueError(
+            f"priority is an integer, or one for each of {count} prompts; got {_brief(priority)}"
+        )
+    return [int(item) for item in items]
 
 
 def conversation_list(messages: Any) -> list[Any]:
@@ -177,7 +203,7 @@ def _as_list(items: Any) -> Any:
     return items.tolist() if hasattr(items, "tolist") else items
 
 
-def _is_token_id(item: object) -> bool:
+def _is_integer(item: object) -> bool:
     return isinstance(item, numbers.Integral) and not isinstance(item, bool)
 
 

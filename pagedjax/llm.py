@@ -10,12 +10,13 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagedjax.frontend import (
     Frontend,
     Prompt,
     conversation_list,
+    priority_list,
     prompt_list,
     serve_metrics,
     start_engine,
@@ -28,8 +29,17 @@ if TYPE_CHECKING:
     from pagedjax.engine.engine import Engine
 
 Deltas = Generator[tuple[int, RequestOutput], None, None]
-Asked = tuple[Any, Any, SamplingParams | BeamSearchParams]
 Params = SamplingParams | Sequence[SamplingParams] | None
+Priority = int | Sequence[int]
+
+
+class Asked(NamedTuple):
+    """A prompt, how it becomes text and token ids, and what is asked for."""
+
+    prompt: Any
+    tokens: Any
+    params: SamplingParams | BeamSearchParams
+    priority: int
 
 
 class LLM:
@@ -98,6 +108,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: Params = None,
         *,
+        priority: Priority = 0,
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Complete every prompt; results come in the order of the prompts.
@@ -108,12 +119,15 @@ class LLM:
         Args:
             prompts: text or token ids, or a list of such prompts.
             params: for all prompts, or one for each; None takes the checkpoint's own settings.
+            priority: for all prompts, or one for each. Lower values are served earlier and, where
+                places or memory are short, take them from higher ones; of equals, the first to
+                come is served first.
             progress: show a bar on standard error.
 
         Raises:
-            ValueError: `prompts` is no prompt at all, or `params` do not match the prompts.
+            ValueError: `prompts` is no prompt at all, or `params` or `priority` do not match them.
         """
-        requests = self._requests(prompt_list(prompts), self._frontend.tokens, params)
+        requests = self._requests(prompt_list(prompts), self._frontend.tokens, params, priority)
         return self._collect(requests, progress)
 
     def chat(
@@ -121,6 +135,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: Params = None,
         *,
+        priority: Priority = 0,
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Let the assistant answer one conversation, or each of several.
@@ -130,13 +145,15 @@ class LLM:
         Args:
             messages: mappings with `role` and `content`, oldest first; or a list of such lists.
             params: as in `generate`.
+            priority: as in `generate`.
             progress: as in `generate`.
 
         Raises:
             ValueError: as in `generate`.
         """
         conversations = conversation_list(messages)
-        requests = self._requests(conversations, self._frontend.chat_tokens, params)
+        chat_tokens = self._frontend.chat_tokens
+        requests = self._requests(conversations, chat_tokens, params, priority)
         return self._collect(requests, progress)
 
     def beam_search(
@@ -144,6 +161,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
         *,
+        priority: Priority = 0,
         progress: bool = True,
     ) -> list[RequestOutput]:
         """The likeliest completions of every prompt that a beam search finds, best first.
@@ -153,31 +171,43 @@ class LLM:
         Args:
             prompts: as in `generate`.
             params: width of the search and when it ends.
+            priority: as in `generate`.
             progress: show a bar on standard error.
 
         Raises:
-            ValueError: `prompts` is no prompt at all, or `params` is not `BeamSearchParams`.
+            ValueError: `prompts` is no prompt at all, `params` is not `BeamSearchParams`, or
+                `priority` does not match the prompts.
         """
-        if not isinstance(params, BeamSearchParams):
-            raise ValueError(f"wanted BeamSearchParams, got {type(params).__name__}")
+        search, items = self._frontend.beam_params(params), prompt_list(prompts)
+        each = zip(items, priority_list(priority, len(items)), strict=True)
         tokens = self._frontend.tokens
-        return self._collect([(p, tokens, params) for p in prompt_list(prompts)], progress)
+        return self._collect([Asked(p, tokens, search, first) for p, first in each], progress)
 
-    def stream(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> Deltas:
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        priority: Priority = 0,
+    ) -> Deltas:
         """Like `generate`, but yields `(index of the prompt, delta)` as the text comes.
 
         Closing the iterator early aborts what has not finished.
         """
-        return self._deltas(self._requests(prompt_list(prompts), self._frontend.tokens, params))
+        requests = self._requests(prompt_list(prompts), self._frontend.tokens, params, priority)
+        return self._deltas(requests)
 
     def stream_chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: Params = None,
+        *,
+        priority: Priority = 0,
     ) -> Deltas:
         """Like `chat`, but yields `(index of the conversation, delta)` as the text comes."""
         conversations = conversation_list(messages)
-        return self._deltas(self._requests(conversations, self._frontend.chat_tokens, params))
+        chat_tokens = self._frontend.chat_tokens
+        return self._deltas(self._requests(conversations, chat_tokens, params, priority))
 
     def snapshot(self, path: str | Path) -> None:
         """Write the prefix cache and the running requests to a directory; all go on here too.
@@ -201,8 +231,8 @@ class LLM:
 
         Returns:
             Like `stream`, with the requests numbered in order of arrival. Each one's first delta
-            repeats what it had said before, without log-probabilities and without samples that had
-            ended. Closing it early aborts what has not finished.
+            repeats what it had said before, without log-probabilities. Closing it early aborts what
+            has not finished.
 
         Raises:
             ValueError: the snapshot is of another model or damaged, or requests are running here.
@@ -229,8 +259,9 @@ class LLM:
         sequences = [self._frontend.tokens(prompt)[1] for prompt in prompt_list(prompts)]
         self.engine.calibrate_kv(sequences)
 
-    def _requests(self, prompts: list[Any], tokens: Any, params: Params) -> list[Asked]:
-        """`(prompt, how to tokenize it, params)` for each prompt."""
+    def _requests(
+        self, prompts: list[Any], tokens: Any, params: Params, priority: Priority
+    ) -> list[Asked]:
         if params is None or isinstance(params, SamplingParams):
             each: Sequence[SamplingParams | None] = [params] * len(prompts)
         else:
@@ -238,19 +269,21 @@ class LLM:
         if len(each) != len(prompts):
             raise ValueError(f"got {len(each)} sampling params for {len(prompts)} prompts")
         return [
-            (prompt, tokens, self._frontend.params(one))
-            for prompt, one in zip(prompts, each, strict=True)
+            Asked(prompt, tokens, self._frontend.params(one), first)
+            for prompt, one, first in zip(
+                prompts, each, priority_list(priority, len(prompts)), strict=True
+            )
         ]
 
     def _deltas(self, requests: list[Asked]) -> Deltas:
         inbox: deque[RequestOutput] = deque()
         live: dict[str, int] = {}
         try:
-            for index, (prompt, tokens, params) in enumerate(requests):
+            for index, (prompt, tokens, params, priority) in enumerate(requests):
                 request_id = next(self._request_ids)
                 try:
                     text, token_ids = tokens(prompt)
-                    self.engine.add_request(request_id, text, token_ids, params)
+                    self.engine.add_request(request_id, text, token_ids, params, priority=priority)
                 except ValueError as error:
                     yield index, _refused(request_id, prompt, params, str(error))
                 else:

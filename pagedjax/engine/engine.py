@@ -154,6 +154,8 @@ class Engine:
         prompt: str | None,
         prompt_token_ids: Sequence[int],
         params: SamplingParams | BeamSearchParams,
+        *,
+        priority: int = 0,
     ) -> None:
         """Queue a request; `step` brings its outputs.
 
@@ -162,6 +164,8 @@ class Engine:
             prompt: its text, only to be repeated in the outputs.
             prompt_token_ids: what the model reads.
             params: how to sample or search, and when to stop.
+            priority: requests with a lower value are served earlier, and strictly lower ones take
+                the places of running ones; of equal ones, the first to come is served first.
 
         Raises:
             ValueError: the request can not be served; nothing has been queued.
@@ -175,6 +179,7 @@ class Engine:
         token_ids = checked_request(
             prompt_token_ids,
             params,
+            priority=priority,
             vocab=self.arch.vocab,
             max_logprobs=self.config.max_logprobs,
             has_tokenizer=self.tokenizer is not None,
@@ -184,6 +189,7 @@ class Engine:
             prompt=prompt,
             prompt_token_ids=token_ids,
             params=params,
+            priority=int(priority),
             timings=Timings(arrived=time.monotonic()),
         )
         stop = StopRules(
@@ -224,6 +230,7 @@ class Engine:
                     request_id=key,
                     prompt_token_ids=prompt,
                     stop=stop,
+                    priority=live.priority,
                     prompt_logprobs=params.prompt_logprobs is not None and index == 0,
                     cache_salt=params.salt_pairs(),
                     sibling_of=f"{self._serial}.0" if index else None,

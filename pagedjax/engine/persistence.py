@@ -21,9 +21,8 @@ from pagedjax.engine.kv_pool import KVPool
 from pagedjax.engine.kv_scales import calibrate, scales_for
 from pagedjax.engine.requests import LiveRequest
 from pagedjax.engine.scheduler_options import scheduler_config
-from pagedjax.outputs import CompletionOutput, RequestOutput
+from pagedjax.outputs import RequestOutput
 from pagedjax.sampling_params import BeamSearchParams, SamplingParams
-from pagedjax.tokenizer import TextStream
 from scheduler import FinishReason
 from scheduler.snapshot import SchedulerState, export_state, restore_state
 
@@ -172,35 +171,23 @@ def restore_requests(engine: Engine, records: Sequence[Mapping[str, Any]]) -> No
 
 
 def outputs_so_far(engine: Engine, state: SchedulerState) -> list[RequestOutput]:
-    """What the requests had handed out before, without log-probabilities."""
+    """What restored requests had handed out before, without log-probabilities."""
     tokens = {seq.request_id: seq.outputs for seq in state.sequences}
-    outputs: list[RequestOutput] = []
     for live in engine._live.values():
-        parts = [
-            CompletionOutput(
-                index=completion.index,
-                text=_retell(completion.text, tokens.get(completion.key, ())),
-                token_ids=tokens.get(completion.key, ()),
-            )
-            for completion in live.completions
-            if completion.finish_reason is None
-        ]
-        outputs.append(
-            RequestOutput(
-                request_id=live.request_id,
-                prompt=live.prompt,
-                prompt_token_ids=live.prompt_token_ids,
-                outputs=tuple(parts),
-                num_cached_tokens=live.num_cached_tokens,
-                timings=live.timings,
-            )
+        for completion in live.completions:
+            if completion.finish_reason is None:
+                completion.token_ids.extend(tokens.get(completion.key, ()))
+    return [
+        RequestOutput(
+            request_id=live.request_id,
+            prompt=live.prompt,
+            prompt_token_ids=live.prompt_token_ids,
+            outputs=tuple(completion.retell(live.params) for completion in live.completions),
+            num_cached_tokens=live.num_cached_tokens,
+            timings=live.timings,
         )
-    return outputs
-
-
-def _retell(stream: TextStream | None, tokens: Sequence[int]) -> str:
-    """Bring a fresh stream of text to where it was; the text that it had handed out."""
-    return stream.push(tokens)[0] if stream is not None and tokens else ""
+        for live in engine._live.values()
+    ]
 
 
 def _request_record(engine: Engine, live: LiveRequest) -> dict[str, Any]:
@@ -214,9 +201,14 @@ def _request_record(engine: Engine, live: LiveRequest) -> dict[str, Any]:
         "prompt_token_ids": list(live.prompt_token_ids),
         "is_beam_search": search is not None,
         "params": dataclasses.asdict(params),
+        "priority": live.priority,
         "serial": int(completion.key.split(".")[0]),
         "seed": engine._records.seed(completion.record) if search is None else 0,
-        "ended": [c.index for c in live.completions if c.finish_reason and search is None],
+        "ended": [
+            [c.index, c.token_ids.tolist(), c.finish_reason, c.stop_reason]
+            for c in live.completions
+            if c.finish_reason is not None
+        ],
         "num_cached_tokens": live.num_cached_tokens,
         "has_begun": live.timings.first_token is not None,
         "told_first": live.told_first,
@@ -231,11 +223,13 @@ def _restore_request(engine: Engine, record: Mapping[str, Any]) -> None:
         params = SamplingParams(**{**record["params"], "seed": record["seed"]})
     engine._serial = record["serial"]  # its sequences get the names that they had
     prompt, tokens = record["prompt"], record["prompt_token_ids"]
-    engine.add_request(record["request_id"], prompt, tokens, params)
+    priority = record["priority"]
+    engine.add_request(record["request_id"], prompt, tokens, params, priority=priority)
     live = engine._live[record["request_id"]]
-    for index in record["ended"]:
+    for index, token_ids, finish_reason, stop_reason in record["ended"]:
         completion = live.completions[index]
-        completion.finish_reason = "stop"  # which, its reader has been told
+        completion.token_ids.extend(token_ids)
+        completion.finish_reason, completion.stop_reason = finish_reason, stop_reason
         engine._scheduler.finish(completion.key, FinishReason.STOP)
         engine._end(live, completion)
     live.num_cached_tokens = record["num_cached_tokens"]

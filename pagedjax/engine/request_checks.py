@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +14,7 @@ def checked_request(
     prompt_token_ids: Sequence[int],
     params: SamplingParams,
     *,
+    priority: int,
     vocab: int,
     max_logprobs: int,
     has_tokenizer: bool,
@@ -22,6 +24,7 @@ def checked_request(
     Args:
         prompt_token_ids: what the model is to read.
         params: how to sample and when to stop.
+        priority: when it is served.
         vocab: token ids are below.
         max_logprobs: most alternatives per token that a step reports.
         has_tokenizer: whether tokens can be turned into text, which stop strings need.
@@ -29,6 +32,8 @@ def checked_request(
     Raises:
         ValueError: it cannot be served.
     """
+    if not isinstance(priority, numbers.Integral) or isinstance(priority, bool):
+        raise ValueError(f"a priority must be an integer, got {priority!r}")
     ids = np.asarray(prompt_token_ids)
     if ids.ndim != 1:
         raise ValueError(f"a prompt is a flat list of token ids, got shape {ids.shape}")

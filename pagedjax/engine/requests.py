@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from dataclasses import dataclass, field
 
 from pagedjax.engine.beam_search import BeamSearch, Hypothesis
@@ -22,7 +23,9 @@ class Completion:
         index: which of the samples.
         record: its row in the engine's sampling records.
         text: turns tokens into text; None for an engine without a tokenizer.
+        token_ids: all that have been told, int32.
         finish_reason: None while it goes on.
+        stop_reason: as in `CompletionOutput`.
         news: what has come since the last delta.
     """
 
@@ -30,7 +33,9 @@ class Completion:
     index: int
     record: int
     text: TextStream | None
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
     news: CompletionOutput | None = None
 
     def tell(
@@ -44,7 +49,8 @@ class Completion:
     ) -> None:
         """Add to the news. A completion has news at most once a step, and once at its end."""
         assert self.news is None
-        self.finish_reason = finish_reason
+        self.token_ids.extend(token_ids)
+        self.finish_reason, self.stop_reason = finish_reason, stop_reason
         self.news = CompletionOutput(
             index=self.index,
             text=text,
@@ -85,6 +91,23 @@ class Completion:
         )
         return stop_string is not None and not ended
 
+    def retell(self, params: SamplingParams) -> CompletionOutput:
+        """All that has been told, without log-probabilities; a fresh `text` comes to that point."""
+        text, ended = "", self.finish_reason is not None
+        if self.text is not None:
+            by_token = ended and isinstance(self.stop_reason, int)
+            silent = by_token and not params.include_stop_str_in_output
+            text, _ = self.text.push(self.token_ids[:-1] if silent else self.token_ids)
+            if ended:
+                text += self.text.flush()
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=tuple(self.token_ids),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
     def tell_result(self, result: Hypothesis, stopped: bool) -> None:
         """Tell a whole result of a beam search, which ended by itself or at its length limit."""
         text, tokens = "", list(result.token_ids)
@@ -109,6 +132,7 @@ class LiveRequest:
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
+    priority: int
     timings: Timings
     beams: BeamSearch | None = None
     completions: list[Completion] = field(default_factory=list)

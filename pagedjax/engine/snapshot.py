@@ -35,7 +35,7 @@ from scheduler.snapshot import CachedBlock, SchedulerState, SequenceState
 if TYPE_CHECKING:
     from pagedjax.engine.engine import Engine
 
-FORMAT, VERSION = "pagedjax-snapshot", 1
+FORMAT, VERSION = "pagedjax-snapshot", 2
 MANIFEST, STATE = "manifest.json", "state.json"
 
 
@@ -77,7 +77,6 @@ def restore_snapshot(engine: Engine, path: str | Path) -> list[RequestOutput]:
 
     Returns:
         What the requests had handed out before, without log-probabilities, in order of arrival.
-        Of several samples of a request those that had ended are not repeated.
 
     Raises:
         ValueError: it is of another model or damaged, a request in it is longer than this engine

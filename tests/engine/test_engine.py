@@ -30,6 +30,7 @@ def expected():
 
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 def test_tokens_equal_whole_recomputation(expected, block_size):
+    """KE22: every token of the engine against a full forward, over prompts around a block."""
     engine = tiny_engine(block_size=block_size)
     assert tokens_of(serve(engine, random_prompts(LENGTHS), GREEDY)) == expected
     assert engine.stats().blocks_used == 0
@@ -42,6 +43,7 @@ def test_chunked_prefill_changes_nothing(expected, chunk):
 
 
 def test_prompts_alone_and_together_give_the_same(expected):
+    """KE22, in a batch of one."""
     engine = tiny_engine()
     alone = [serve(engine, [prompt], GREEDY)[0] for prompt in random_prompts(LENGTHS)]
     assert tokens_of(alone) == expected
@@ -50,6 +52,44 @@ def test_prompts_alone_and_together_give_the_same(expected):
 def test_more_prompts_than_places_wait_their_turn(expected):
     engine = tiny_engine(max_num_seqs=2)
     assert tokens_of(serve(engine, random_prompts(LENGTHS), GREEDY)) == expected
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("scarce", [{"max_num_seqs": 2}, {"num_blocks": 9}])
+def test_an_urgent_request_goes_first_and_changes_nobodys_tokens(preemption, scarce):
+    """SC15: it takes the place, or the memory, of the last that is less urgent."""
+    prompts = random_prompts([40, 30, 50], seed=5)
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    engine = tiny_engine(preemption=preemption, host_cache_bytes=1 << 20, **scarce)
+    ended = []
+
+    def step():
+        for delta in engine.step():
+            tokens[delta.request_id] += delta.outputs[0].token_ids
+            if delta.finished:
+                ended.append(delta.request_id)
+
+    tokens = {name: () for name in "abu"}
+    for name, prompt, priority in zip("ab", prompts, (3, 3), strict=False):
+        engine.add_request(name, None, prompt, params, priority=priority)
+    for _ in range(6):
+        step()
+    engine.add_request("u", None, prompts[2], params, priority=-1)
+    while engine.has_unfinished():
+        step()
+    assert ended == ["u", "a", "b"] or scarce == {"max_num_seqs": 2} and ended == ["a", "u", "b"]
+    assert engine.stats().preemptions > 0
+    assert (engine.stats().swaps > 0) == (preemption == "swap")
+    for name, prompt in zip("abu", prompts, strict=True):
+        assert tokens[name] == plain_greedy(tiny_model(), prompt, 30)
+
+
+def test_a_priority_is_an_integer():
+    engine = tiny_engine()
+    for priority in (1.0, True, None, "high"):
+        with pytest.raises(ValueError, match="a priority must be an integer"):
+            engine.add_request("a", None, [1, 2], GREEDY, priority=priority)
+    assert not engine.has_unfinished()
 
 
 def test_preemption_by_recompute_changes_nothing():

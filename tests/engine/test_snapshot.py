@@ -13,6 +13,7 @@ import pytest
 from pagedjax.outputs import RequestOutput
 from pagedjax.sampling_params import BeamSearchParams, SamplingParams
 from scheduler import invariants
+from tests.support.echo_engine import ByteTokenizer
 from tests.support.tiny_engines import drain, random_prompts, tiny_engine, tiny_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
@@ -198,8 +199,8 @@ def test_snapshots_of_others_and_damaged_ones_are_refused(tmp_path):
                 tiny_engine().restore(path)
         (path / name).write_bytes(whole_file)
     manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(manifest | {"version": 2}))
-    with pytest.raises(ValueError, match="wanted 'pagedjax-snapshot' version 1, got .* 2"):
+    (path / "manifest.json").write_text(json.dumps(manifest | {"version": 1}))
+    with pytest.raises(ValueError, match="wanted 'pagedjax-snapshot' version 2, got .* 1"):
         tiny_engine().restore(path)
 
 
@@ -317,3 +318,58 @@ def test_requests_survive_a_kill(tmp_path):
         for index, (token_ids, _) in enumerate(completions)
     }
     assert tokens == wanted
+
+
+@pytest.mark.parametrize("keep_stop", [True, False])
+def test_restored_outputs_are_complete_though_samples_had_ended(tmp_path, keep_stop):
+    """Samples end at different tokens, of different reasons; the engine moves twice."""
+    params = SamplingParams(
+        n=8, seed=3, temperature=1.5, max_tokens=20, stop=["a", "e", "x", "bc"],
+        stop_token_ids=(40, 41), include_stop_str_in_output=keep_stop,
+        ignore_eos=True,
+    )  # fmt: skip
+
+    def engine():
+        return tiny_engine(tokenizer=ByteTokenizer())
+
+    def start():
+        one = engine()
+        one.add_request("a", None, random_prompts([20], seed=8)[0], params)
+        return one
+
+    whole = drain(start())["a"]
+    assert {type(output.stop_reason) for output in whole.outputs} == {int, str, type(None)}
+    moved_with_ended = 0
+    for steps in range(2, 19, 2):
+        first = start()
+        run(first, steps)
+        first.snapshot(tmp_path / "s")
+        second = engine()
+        second.restore(tmp_path / "s")
+        run(second, 1)
+        second.snapshot(tmp_path / "t")
+        third = engine()
+        (said,) = third.restore(tmp_path / "t")
+        moved_with_ended += any(output.finish_reason for output in said.outputs)
+        joined = RequestOutput.joined([said, *continued(third)["a"]])
+        assert joined.outputs == whole.outputs
+    assert moved_with_ended > 3
+
+
+def test_priorities_survive(tmp_path):
+    """The urgent one, which has not run yet, is served first by the engine that goes on."""
+    prompts = random_prompts([30, 20, 10])
+    engine = tiny_engine(max_num_seqs=1)
+    for index, (prompt, priority) in enumerate(zip(prompts, (2, 1, -5), strict=True)):
+        engine.add_request(str(index), None, prompt, GREEDY, priority=priority)
+    engine.snapshot(tmp_path / "s")
+    other = tiny_engine(max_num_seqs=1)
+    other.restore(tmp_path / "s")
+    for one in (engine, other):
+        ended = [
+            delta.request_id
+            for _ in range(300)
+            for delta in (one.step() if one.has_unfinished() else [])
+            if delta.finished
+        ]
+        assert ended == ["2", "1", "0"]

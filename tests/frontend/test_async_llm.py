@@ -138,6 +138,15 @@ def test_abort_ends_the_stream_with_a_last_delta(llm):
     asyncio.run(main())
 
 
+def test_priorities_are_handed_on(llm, engine):
+    async def main():
+        await text_of(llm.generate("a", short(1), priority=-3))
+        await text_of(llm.chat([{"role": "user", "content": "b"}], short(1), priority=2))
+
+    asyncio.run(main())
+    assert engine.priorities == [-3, 2]
+
+
 def test_two_live_requests_cannot_share_an_id(llm):
     """SV10: the second is refused, the first goes on, and the id is free after its end."""
 

@@ -93,6 +93,19 @@ def test_params_must_match_the_prompts(llm):
         llm.generate(["a"], [{"temperature": 0}], progress=False)
 
 
+def test_priorities_are_handed_on_and_must_match_the_prompts(llm):
+    one = SamplingParams(max_tokens=1)
+    llm.generate(["a", "b"], one, priority=[2, -1], progress=False)
+    llm.generate(["a", "b"], one, priority=np.array([4, 5]), progress=False)
+    llm.chat([{"role": "user", "content": "x"}], one, priority=3, progress=False)
+    list(llm.stream(["a", "b"], one, priority=7))
+    llm.generate(["a"], one, progress=False)
+    assert llm.engine.priorities == [2, -1, 4, 5, 3, 7, 7, 0]
+    for wrong in ([1], 1.5, "ab", [1, True], None):
+        with pytest.raises(ValueError, match="one for each of 2 prompts"):
+            llm.generate(["a", "b"], one, priority=wrong, progress=False)
+
+
 def test_without_params_the_checkpoints_own_are_used(llm):
     llm.generate("a", progress=False)
     assert llm.engine.seen_params == [SamplingParams.from_generation(llm.engine.generation)]

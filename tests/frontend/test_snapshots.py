@@ -7,7 +7,7 @@ import pytest
 from pagedjax.async_llm import AsyncLLM
 from pagedjax.llm import LLM
 from pagedjax.outputs import RequestOutput
-from pagedjax.sampling_params import SamplingParams
+from pagedjax.sampling_params import BeamSearchParams, SamplingParams
 from tests.support.tiny_engines import plain_greedy, random_prompts, tiny_engine, tiny_model
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -67,6 +67,78 @@ def test_a_restored_stream_that_is_closed_early_aborts_its_requests(tmp_path):
     assert other.generate([PROMPTS[1]], PARAMS, progress=False)[0].finished
     assert not other.engine.has_unfinished()
     assert other.engine.stats().blocks_used == 0
+
+
+def test_streams_go_on_in_an_async_engine(tmp_path):
+    """Each under its own name; the engine refuses while anything runs, and is of use afterwards."""
+
+    async def whole(stream):
+        return RequestOutput.joined([delta async for delta in stream])
+
+    async def before():
+        async with AsyncLLM.from_engine(tiny_engine()) as llm:
+            streams = [
+                llm.generate(prompt, PARAMS, request_id=name)
+                for prompt, name in zip(PROMPTS, "ab", strict=True)
+            ]
+            for _ in range(4):
+                for stream in streams:
+                    await anext(stream)
+            await llm.snapshot(tmp_path / "s")
+            with pytest.raises(ValueError, match=r"has requests: \['a', 'b'\]"):
+                await llm.restore(tmp_path / "s")
+            return [(await whole(stream)).outputs[0].token_ids for stream in streams]
+
+    async def after():
+        async with AsyncLLM.from_engine(tiny_engine()) as llm:
+            with pytest.raises(ValueError, match="is no snapshot"):
+                await llm.restore(tmp_path)
+            streams = await llm.restore(tmp_path / "s")
+            with pytest.raises(ValueError, match="'a' is in use"):
+                await anext(llm.generate([1, 2], PARAMS, request_id="a"))
+            outputs = {name: await whole(stream) for name, stream in streams.items()}
+            again = await whole(llm.generate(PROMPTS[0], PARAMS, request_id="a"))
+            return outputs, again
+
+    async def left():
+        async with AsyncLLM.from_engine(tiny_engine()) as llm:
+            streams = await llm.restore(tmp_path / "s")
+            said = await anext(streams["a"])
+            await streams["a"].aclose()
+            rest = await whole(streams["b"])
+            return said, rest, await llm.stats()
+
+    late = asyncio.run(before())
+    assert all(tokens and want[-len(tokens) :] == tokens
+               for tokens, want in zip(late, wanted(), strict=True))  # fmt: skip
+    outputs, again = asyncio.run(after())
+    assert list(outputs) == ["a", "b"]
+    assert [output.outputs[0].token_ids for output in outputs.values()] == wanted()
+    assert [list(output.prompt_token_ids) for output in outputs.values()] == PROMPTS
+    assert again.outputs[0].token_ids == wanted()[0]
+    said, rest, stats = asyncio.run(left())
+    assert 0 < len(said.outputs[0].token_ids) < 16 and not said.finished
+    assert rest.outputs[0].token_ids == wanted()[1]
+    assert stats.num_running == 0 and stats.blocks_used == 0
+
+
+def test_an_async_beam_search_finds_what_the_blocking_one_finds():
+    search = BeamSearchParams(beam_width=3, max_tokens=8)
+    wanted = LLM.from_engine(tiny_engine()).beam_search(PROMPTS, search, progress=False)
+
+    async def run():
+        async with AsyncLLM.from_engine(tiny_engine()) as llm:
+            with pytest.raises(ValueError, match="wanted BeamSearchParams, got SamplingParams"):
+                await llm.beam_search(PROMPTS[0], PARAMS)
+            doomed = asyncio.create_task(llm.beam_search(PROMPTS[0], search))
+            await asyncio.sleep(0.01)
+            doomed.cancel()
+            tasks = [llm.beam_search(prompt, search) for prompt in PROMPTS]
+            return await asyncio.gather(*tasks), await llm.stats()
+
+    outputs, stats = asyncio.run(run())
+    assert [output.outputs for output in outputs] == [output.outputs for output in wanted]
+    assert stats.blocks_used == 0
 
 
 def test_an_async_engine_swaps_weights_and_writes_snapshots(tmp_path):

@@ -64,10 +64,11 @@ class EchoEngine:
         self.failure = RuntimeError("device lost")
         self.seen_params = []
         self.prompts = []
+        self.priorities = []
         self._live = {}
         self._last_words = []
 
-    def add_request(self, request_id, prompt, prompt_token_ids, params):
+    def add_request(self, request_id, prompt, prompt_token_ids, params, *, priority=0):
         if request_id in self._live:
             raise ValueError(f"request id {request_id!r} is in use")
         if not prompt_token_ids:
@@ -76,6 +77,7 @@ class EchoEngine:
             raise ValueError(f"the prompt has {len(prompt_token_ids)} tokens")
         self.seen_params.append(params)
         self.prompts.append(prompt)
+        self.priorities.append(priority)
         request = RequestOutput(
             request_id=request_id,
             prompt=prompt,
