@@ -2,9 +2,10 @@
 
 Shapes are written with these names: `tokens` new tokens of a step, `seqs` rows of the block
 table, `blocks` blocks of the pool, `max_blocks` width of the block table. The pool of one layer is
-`[blocks, 2, kv_heads, block_size, head_dim]`: index 0 of axis 1 holds keys, index 1 values. Block 0
-is the null block: padding is written there and no sequence ever owns it. A slot is
-`block * block_size + offset`.
+`[blocks, 2, kv_heads, block_size, head_dim]`: index 0 of axis 1 holds keys, index 1 values. Or it
+is a pair of arrays `[blocks, 1, kv_heads, block_size, head_dim]`, keys and values, which may differ
+in dtype. Block 0 is the null block: padding is written there and no sequence ever owns it. A slot
+is `block * block_size + offset`.
 
 Shapes and dtypes are checked when a call is traced. Values (blocks out of range, lengths beyond the
 table) are checked only under `jax.enable_checks(True)` and outside of `jax.jit`.
@@ -22,7 +23,6 @@ import jax.numpy as jnp
 
 from pallas_kernels import reference, xla
 from pallas_kernels.checks import (
-    QUANTIZED_DTYPES,
     check_attention,
     check_int32,
     check_pool,
@@ -33,6 +33,7 @@ from pallas_kernels.checks import (
     check_values,
 )
 from pallas_kernels.mixed_batch import attend_mixed_batch
+from pallas_kernels.pool_parts import Pool, arrays_of, is_quantized, parts_of
 from pallas_kernels.shared_prefix import attend_shared_prefix
 from pallas_kernels.tuning import WRITE_KERNEL_ROWS, fastest_decode_backend
 
@@ -66,30 +67,44 @@ def _lookup_write(name: str) -> _Op:
 def _kernel(operation: str, name: str) -> _Op:
     """The function of one of `KERNELS`, imported when it is needed: not everybody has a GPU."""
     module = importlib.import_module(f"pallas_kernels.paged_{operation}_{name}")
-    return getattr(module, f"paged_{operation}_attention")
+    kernel = getattr(module, f"paged_{operation}_attention")
+    return functools.partial(_of_one_array, kernel) if name == "mosaic" else kernel
+
+
+def _of_one_array(kernel: _Op, q: jax.Array, kv_pool: Pool, *args: Any, **options: Any) -> Any:
+    """Run a kernel that reads keys and values from one array.
+
+    Raises:
+        NotImplementedError: the pool is a pair, or the kernel does not support the case.
+    """
+    if isinstance(kv_pool, tuple):
+        raise NotImplementedError("keys and values must be in one array, got a pair")
+    return kernel(q, kv_pool, *args, **options)
 
 
 def write_kv(
-    kv_pool: jax.Array,
+    kv_pool: Pool,
     k: jax.Array,
     v: jax.Array,
     slot_mapping: jax.Array,
     *,
     kv_scales: jax.Array | None = None,
     implementation: Implementation | None = None,
-) -> jax.Array:
+) -> Pool:
     """Write the keys and values of new tokens into their slots of the pool.
 
     In place when the caller donates `kv_pool` to the jitted function around it. Real slots must be
     distinct; any number of padding tokens may share slot 0, whose content is never read.
 
     Args:
-        kv_pool: `[blocks, 2, kv_heads, block_size, head_dim]`.
+        kv_pool: `[blocks, 2, kv_heads, block_size, head_dim]`, or a pair of
+            `[blocks, 1, kv_heads, block_size, head_dim]`.
         k: `[tokens, kv_heads, head_dim]`, rotated; the pool's dtype unless the pool is quantized.
         v: like `k`.
         slot_mapping: int32 `[tokens]`, slots in `0 .. blocks * block_size - 1`; 0 for padding.
         kv_scales: float32 `[2, kv_heads]`, required for (and only for) an fp8 or int8 pool: the
-            pool holds `k / kv_scales[0]` and `v / kv_scales[1]`, clamped to the dtype's range.
+            pool holds `k / kv_scales[0]` and `v / kv_scales[1]`, clamped to the dtype's range. If
+            only one of a pair is quantized, the other one's row is not looked at.
         implementation: None for the default.
 
     Returns:
@@ -99,7 +114,7 @@ def write_kv(
         ValueError: a shape or dtype does not fit; the text names got and wanted.
     """
     check_pool(kv_pool)
-    blocks, _, kv_heads, block_size, head_dim = kv_pool.shape
+    blocks, _, kv_heads, block_size, head_dim = parts_of(kv_pool).keys.shape
     tokens = k.shape[0] if k.ndim else 0
     for name, x in (("k", k), ("v", v)):
         check_shape(name, x, (tokens, kv_heads, head_dim), "[tokens, kv_heads, head_dim]")
@@ -108,8 +123,9 @@ def write_kv(
     check_scales(kv_pool, kv_scales)
     if k.dtype != v.dtype:
         raise ValueError(f"k and v must have one dtype, got {k.dtype} and {v.dtype}")
-    if kv_pool.dtype not in QUANTIZED_DTYPES and k.dtype != kv_pool.dtype:
-        raise ValueError(f"k and v must have the pool's dtype {kv_pool.dtype}, got {k.dtype}")
+    for array in arrays_of(kv_pool):
+        if not is_quantized(array.dtype) and k.dtype != array.dtype:
+            raise ValueError(f"k and v must have the pool's dtype {array.dtype}, got {k.dtype}")
     if blocks * block_size > 2**31:
         raise ValueError(f"slots are int32, got a pool of {blocks=} times {block_size=}")
     check_slots(kv_pool, slot_mapping)
@@ -169,7 +185,7 @@ def add_rms_norm(
 
 def paged_decode_attention(
     q: jax.Array,
-    kv_pool: jax.Array,
+    kv_pool: Pool,
     block_tables: jax.Array,
     seq_lens: jax.Array,
     *,
@@ -194,7 +210,8 @@ def paged_decode_attention(
             of each sequence, such as drafts to verify; float32, bfloat16 or float16. `q_heads` is a
             multiple of `kv_heads`, and query head `h` reads key/value head
             `h // (q_heads / kv_heads)`. A row before a sequence's first position is padding.
-        kv_pool: `[blocks, 2, kv_heads, block_size, head_dim]`, q's dtype, float8_e4m3fn or int8.
+        kv_pool: `[blocks, 2, kv_heads, block_size, head_dim]`, q's dtype, float8_e4m3fn or int8; or
+            a pair of `[blocks, 1, kv_heads, block_size, head_dim]`, each in one of these dtypes.
         block_tables: int32 `[seqs, max_blocks]`, the blocks of each sequence in order.
         seq_lens: int32 `[seqs]`, at most `max_blocks * block_size`; 0 marks a padding row, whose
             output is exactly 0 (and whose lse is -inf).
@@ -204,7 +221,8 @@ def paged_decode_attention(
         sinks: float32 `[q_heads]`, a logit per head that takes part in the softmax's denominator
             and has no value (arXiv:2309.17453).
         kv_scales: float32 `[2, kv_heads]`, required for (and only for) a quantized pool: keys are
-            `pool * kv_scales[0]`, values `pool * kv_scales[1]`.
+            `pool * kv_scales[0]`, values `pool * kv_scales[1]`. If only one of a pair is quantized,
+            the other one's row is not looked at.
         shared_blocks: a promise that so many leading columns of `block_tables` (an int32 scalar)
             are the same in every row that is not padding, and that all rows of `q` lie behind them.
             Kernels then read these blocks once, not once a sequence. It changes no result, and is
@@ -235,7 +253,7 @@ def paged_decode_attention(
     check_values(kv_pool, block_tables, seq_lens)
     check_shared_blocks(q, kv_pool, block_tables, seq_lens, shared)
     order: list[Implementation] = list(ATTENTION_IMPLEMENTATIONS)
-    if fastest_decode_backend(q, kv_pool) == "triton":
+    if fastest_decode_backend(q, parts_of(kv_pool).keys) == "triton":
         order.sort(key=lambda name: name != "triton")  # stable: Triton first, the others as before
     decode = functools.partial(
         _first_that_can, functools.partial(_lookup, "decode"), order, implementation
@@ -259,7 +277,7 @@ def paged_decode_attention(
 
 def paged_prefill_attention(
     q: jax.Array,
-    kv_pool: jax.Array,
+    kv_pool: Pool,
     block_tables: jax.Array,
     seq_lens: jax.Array,
     query_start: jax.Array,

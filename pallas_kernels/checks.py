@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
+from pallas_kernels.pool_parts import QUANTIZED_DTYPES, Pool, arrays_of, is_quantized, parts_of
+
 QUERY_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-QUANTIZED_DTYPES = (jnp.float8_e4m3fn, jnp.int8)
 
 
 def check_attention(
     q: jax.Array,
-    kv_pool: jax.Array,
+    kv_pool: Pool,
     block_tables: jax.Array,
     seq_lens: jax.Array,
     window: int | None,
@@ -27,17 +28,18 @@ def check_attention(
 ) -> None:
     """Check what decode and prefill have in common; q is `[rows, q_heads, head_dim]`."""
     check_pool(kv_pool)
-    kv_heads, head_dim = kv_pool.shape[2], kv_pool.shape[4]
+    _, _, kv_heads, _, head_dim = parts_of(kv_pool).keys.shape
     if q.shape[2] != head_dim:
         raise ValueError(f"q must be [..., q_heads, {head_dim}] for this pool, got {q.shape}")
     if q.dtype not in QUERY_DTYPES:
         raise ValueError(f"q must be float32, bfloat16 or float16, got {q.dtype}")
     if q.shape[1] < 1 or q.shape[1] % kv_heads:
         raise ValueError(f"q must have a multiple of {kv_heads=} heads, got {q.shape[1]}")
-    if kv_pool.dtype not in (q.dtype, *QUANTIZED_DTYPES):
-        raise ValueError(
-            f"kv_pool must be {q.dtype} like q, float8_e4m3fn or int8, got {kv_pool.dtype}"
-        )
+    for array in arrays_of(kv_pool):
+        if array.dtype not in (q.dtype, *QUANTIZED_DTYPES):
+            raise ValueError(
+                f"kv_pool must be {q.dtype} like q, float8_e4m3fn or int8, got {array.dtype}"
+            )
     if block_tables.ndim != 2 or block_tables.shape[1] < 1:
         raise ValueError(
             f"block_tables must be [seqs, max_blocks] with at least one block, "
@@ -57,7 +59,7 @@ def check_attention(
 
 
 def check_values(
-    kv_pool: jax.Array,
+    kv_pool: Pool,
     block_tables: jax.Array,
     seq_lens: jax.Array,
     query_start: jax.Array | None = None,
@@ -65,7 +67,7 @@ def check_values(
     """Check what only the values can tell, when `jax_enable_checks` is on and they are known."""
     if not values_known(*(x for x in (block_tables, seq_lens, query_start) if x is not None)):
         return
-    blocks, block_size = kv_pool.shape[0], kv_pool.shape[3]
+    blocks, _, _, block_size, _ = parts_of(kv_pool).keys.shape
     tables, lens = np.asarray(block_tables), np.asarray(seq_lens)
     room = tables.shape[1] * block_size
     if lens.size and (lens.min() < 0 or lens.max() > room):
@@ -83,11 +85,12 @@ def check_values(
             )
 
 
-def check_slots(kv_pool: jax.Array, slot_mapping: jax.Array) -> None:
+def check_slots(kv_pool: Pool, slot_mapping: jax.Array) -> None:
     """Check that slots exist and that none but slot 0 is named twice, in the same way."""
     if not slot_mapping.size or not values_known(slot_mapping):
         return
-    slots, end = np.asarray(slot_mapping), kv_pool.shape[0] * kv_pool.shape[3]
+    blocks, _, _, block_size, _ = parts_of(kv_pool).keys.shape
+    slots, end = np.asarray(slot_mapping), blocks * block_size
     if slots.min() < 0 or slots.max() >= end:
         raise ValueError(
             f"slot_mapping must be in 0 .. {end - 1}, got {slots.min()} .. {slots.max()}"
@@ -98,7 +101,7 @@ def check_slots(kv_pool: jax.Array, slot_mapping: jax.Array) -> None:
 
 def check_shared_blocks(
     q: jax.Array,
-    kv_pool: jax.Array,
+    kv_pool: Pool,
     block_tables: jax.Array,
     seq_lens: jax.Array,
     shared_blocks: jax.Array | None,
@@ -107,7 +110,8 @@ def check_shared_blocks(
     if shared_blocks is None or not values_known(block_tables, seq_lens, shared_blocks):
         return
     lens, shared = np.asarray(seq_lens), int(shared_blocks)
-    needed = shared * kv_pool.shape[3] + (q.shape[1] if q.ndim == 4 else 1)
+    block_size = parts_of(kv_pool).keys.shape[3]
+    needed = shared * block_size + (q.shape[1] if q.ndim == 4 else 1)
     if shared < 0 or (lens > 0).any() and lens[lens > 0].min() < needed:
         raise ValueError(
             f"shared_blocks={shared} needs seq_lens of 0 or at least {needed}, got {lens}"
@@ -123,29 +127,36 @@ def values_known(*arrays: jax.Array) -> bool:
     return checks and not any(isinstance(x, core.Tracer) for x in arrays)
 
 
-def check_pool(kv_pool: jax.Array) -> None:
-    """A pool has five axes, the second of size 2."""
-    if kv_pool.ndim != 5 or kv_pool.shape[1] != 2 or 0 in kv_pool.shape:
-        raise ValueError(
-            f"kv_pool must be [blocks, 2, kv_heads, block_size, head_dim], got {kv_pool.shape}"
-        )
-    if kv_pool.dtype not in (*QUERY_DTYPES, *QUANTIZED_DTYPES):
-        raise ValueError(
-            "kv_pool must be float32, bfloat16, float16, float8_e4m3fn or int8, "
-            f"got {kv_pool.dtype}"
-        )
+def check_pool(kv_pool: Pool) -> None:
+    """A pool has five axes, the second of size 2; two arrays have the same, of size 1."""
+    arrays = arrays_of(kv_pool)
+    dims, size = "[blocks, 2, kv_heads, block_size, head_dim]", 2
+    if isinstance(kv_pool, tuple):
+        dims, size = "a pair of [blocks, 1, kv_heads, block_size, head_dim]", 1
+    shapes = [array.shape for array in arrays]
+    fits = all(len(shape) == 5 and shape[1] == size and 0 not in shape for shape in shapes)
+    if not fits or len(arrays) != 3 - size or len(set(shapes)) > 1:
+        raise ValueError(f"kv_pool must be {dims}, got {', '.join(map(str, shapes))}")
+    for array in arrays:
+        if array.dtype not in (*QUERY_DTYPES, *QUANTIZED_DTYPES):
+            raise ValueError(
+                "kv_pool must be float32, bfloat16, float16, float8_e4m3fn or int8, "
+                f"got {array.dtype}"
+            )
 
 
-def check_scales(kv_pool: jax.Array, kv_scales: jax.Array | None) -> None:
+def check_scales(kv_pool: Pool, kv_scales: jax.Array | None) -> None:
     """Scales come with a quantized pool, and only with one."""
-    quantized = kv_pool.dtype in QUANTIZED_DTYPES
-    wanted = (2, kv_pool.shape[2])
+    arrays = arrays_of(kv_pool)
+    dtypes = " and ".join(str(array.dtype) for array in arrays)
+    quantized = any(is_quantized(array.dtype) for array in arrays)
+    wanted = (2, arrays[0].shape[2])
     if quantized and kv_scales is None:
-        raise ValueError(f"a pool of {kv_pool.dtype} needs kv_scales of shape {wanted}, got None")
+        raise ValueError(f"a pool of {dtypes} needs kv_scales of shape {wanted}, got None")
     if kv_scales is None:
         return
     if not quantized:
-        raise ValueError(f"kv_scales must be None for a pool of {kv_pool.dtype}, got an array")
+        raise ValueError(f"kv_scales must be None for a pool of {dtypes}, got an array")
     check_shape("kv_scales", kv_scales, wanted, "[2, kv_heads]")
     check_float32("kv_scales", kv_scales)
 

@@ -13,12 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.pool_parts import Pool
+
 
 def attend_mixed_batch(
     prefill: Callable[..., Any],
     decode: Callable[..., Any],
     q: jax.Array,
-    kv_pool: jax.Array,
+    kv_pool: Pool,
     block_tables: jax.Array,
     seq_lens: jax.Array,
     query_start: jax.Array,
@@ -36,7 +38,7 @@ def attend_mixed_batch(
             row unwritten if called with `single_rows=False`.
         decode: the same backend's `paged_decode_attention`.
         q: `[tokens, q_heads, head_dim]`.
-        kv_pool: `[blocks, 2, kv_heads, block_size, head_dim]`.
+        kv_pool: a pool in either form (`pallas_kernels.pool_parts`).
         block_tables: int32 `[seqs, max_blocks]`.
         seq_lens: int32 `[seqs]`.
         query_start: int32 `[seqs + 1]`.

@@ -18,11 +18,13 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.decode_merge import merge_parts
 from pallas_kernels.decode_plan import Column, first_tile, plan_decode, visible_tiles
+from pallas_kernels.pool_parts import Pool, PoolParts, parts_of
 from pallas_kernels.triton_attention import (
     LOG2_E,
     Softmax,
     attend_tile,
     check_addresses,
+    head_scales,
     power_of_two_parts,
     product_dtype,
     store_rows,
@@ -32,7 +34,7 @@ from pallas_kernels.tuning import DecodeConfig, decode_config
 
 def paged_decode_attention(
     q: jax.Array,
-    kv_pool: jax.Array,
+    kv_pool: Pool,
     block_tables: jax.Array,
     seq_lens: jax.Array,
     *,
@@ -50,9 +52,10 @@ def paged_decode_attention(
     check_addresses(kv_pool)
     seqs, q_heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
     rows = q.reshape(seqs, -1, q_heads, head_dim)
-    kv_heads = kv_pool.shape[2]
+    pool = parts_of(kv_pool)
+    kv_heads = pool.keys.shape[2]
     if config is None:
-        config = decode_config("triton", q, kv_pool, block_tables)
+        config = decode_config("triton", q, pool.keys, block_tables)
     span = None if window is None else window + rows.shape[1] - 1
     if plan is None:
         parts = config.parts(kv_heads)
@@ -64,6 +67,7 @@ def paged_decode_attention(
     whole = pl.BlockSpec(memory_space=pl.ANY)
     kernel = functools.partial(
         _decode_kernel,
+        value_index=pool.value_index,
         tile=config.tile,
         padded_rows=padded_rows,
         scale=scale,
@@ -78,7 +82,7 @@ def paged_decode_attention(
     out, lse, part, part_lse = pl.pallas_call(
         kernel,
         grid=(kv_heads, parts),  # heads of one part next to each other
-        in_specs=[whole] * (5 + len(extras)),
+        in_specs=[whole] * (6 + len(extras)),
         out_specs=[whole] * 4,
         out_shape=[
             jax.ShapeDtypeStruct(rows.shape, q.dtype),
@@ -93,7 +97,7 @@ def paged_decode_attention(
             num_warps=max(config.num_warps, min(16, padded_rows // 16)),
             num_stages=config.stages,
         ),
-    )(rows, kv_pool, block_tables, seq_lens, planned, *extras)
+    )(rows, pool.keys, pool.values, block_tables, seq_lens, planned, *extras)
     out, lse = merge_parts(out, lse, part, part_lse, planned, sinks, interpret=interpret)
     out, lse = out.reshape(q.shape), lse.reshape(q.shape[:-1])
     return (out, lse) if return_lse else out
@@ -101,11 +105,13 @@ def paged_decode_attention(
 
 def _decode_kernel(
     q_ref: Any,
-    kv_ref: Any,
+    key_ref: Any,
+    value_ref: Any,
     table_ref: Any,
     len_ref: Any,
     plan_ref: Any,
     *refs: Any,
+    value_index: int,
     tile: int,
     padded_rows: int,
     scale: float,
@@ -120,10 +126,11 @@ def _decode_kernel(
     scale_ref = refs[int(with_sinks)] if with_scales else None
     out_ref, lse_ref, part_ref, part_lse_ref = refs[-4:]
     seqs, queries, q_heads, head_dim = q_ref.shape
-    kv_heads, block_size = kv_ref.shape[2:4]
+    kv_heads, block_size = key_ref.shape[2:4]
+    pool = PoolParts(key_ref, value_ref, value_index)
     group = q_heads // kv_heads
     dims = power_of_two_parts(head_dim)
-    compute = product_dtype(q_ref.dtype, kv_ref.dtype)
+    compute = product_dtype(q_ref.dtype, key_ref.dtype)
     head, plan_row = pl.program_id(0), pl.program_id(1)
     row = jnp.arange(padded_rows, dtype=jnp.int32)
     real = row < queries * group
@@ -140,7 +147,8 @@ def _decode_kernel(
         oldest = 0 if span is None else jnp.maximum(length - span, 0)
         newest = jnp.maximum(length - 1, 0)
         q = [q_ref[seq, query, heads, part].astype(compute) for part in dims]
-        factor = scale if scale_ref is None else scale * scale_ref[0, head]
+        key_scale, value_scale = head_scales(pool, scale_ref, head)
+        factor = scale * key_scale
 
         def place(i: jax.Array) -> tuple[jax.Array, jax.Array]:
             # Clamped to positions that a query sees: an unused slot, which may hold NaN, is never
@@ -158,7 +166,7 @@ def _decode_kernel(
             state, (block, slot) = carry
             following = place(jnp.minimum(i + 1, count - 1))
             state = attend_tile(
-                state, q, kv_ref, (block, head, slot), dims=dims,
+                state, q, pool, (block, head, slot), dims=dims,
                 visible=visible(base + i * tile + key), factor=factor, soft_cap=soft_cap,
             )  # fmt: skip
             return state, following
@@ -170,7 +178,7 @@ def _decode_kernel(
         complete = count == tiles
         if sink_ref is not None:
             state = state.add_sink(sink_ref[heads], where=complete)
-        outs, lse = state.finish(1.0 if scale_ref is None else scale_ref[1, head])
+        outs, lse = state.finish(value_scale)
 
         @pl.when(complete)
         def _() -> None:

@@ -20,11 +20,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import prefill_plan
+from pallas_kernels.pool_parts import Pool, PoolParts, parts_of
 from pallas_kernels.triton_attention import (
     LOG2_E,
     Softmax,
     attend_tile,
     check_addresses,
+    head_scales,
     power_of_two_parts,
     product_dtype,
     store_rows,
@@ -34,7 +36,7 @@ from pallas_kernels.tuning import TritonPrefillConfig, triton_prefill_config
 
 def paged_prefill_attention(
     q: jax.Array,
-    kv_pool: jax.Array,
+    kv_pool: Pool,
     block_tables: jax.Array,
     seq_lens: jax.Array,
     query_start: jax.Array,
@@ -58,7 +60,8 @@ def paged_prefill_attention(
     `causal=False` lets every row see all positions of its sequence.
     """
     tokens, q_heads, head_dim = q.shape
-    kv_heads = kv_pool.shape[2]
+    pool = parts_of(kv_pool)
+    kv_heads = pool.keys.shape[2]
     check_addresses(kv_pool)
     config = config or triton_prefill_config(head_dim, q.dtype.itemsize)
     if plan is None:
@@ -78,6 +81,7 @@ def paged_prefill_attention(
         outputs.append(jax.ShapeDtypeStruct((tokens, q_heads), jnp.float32))
     kernel = functools.partial(
         _prefill_kernel,
+        value_index=pool.value_index,
         config=config,
         kv_heads=kv_heads,
         scale=scale,
@@ -91,7 +95,7 @@ def paged_prefill_attention(
     out = pl.pallas_call(
         kernel,
         grid=(kv_heads, plan.shape[0]),
-        in_specs=[whole] * (4 + len(extras)),
+        in_specs=[whole] * (5 + len(extras)),
         out_specs=[whole] * len(outputs),
         out_shape=outputs,
         interpret=interpret,
@@ -99,7 +103,7 @@ def paged_prefill_attention(
         compiler_params=plt.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
         ),
-    )(q, kv_pool, block_tables, plan, *extras)
+    )(q, pool.keys, pool.values, block_tables, plan, *extras)
     return tuple(out) if return_lse else out[0]
 
 
@@ -110,10 +114,12 @@ def tile_tokens(config: TritonPrefillConfig, group: int) -> int:
 
 def _prefill_kernel(
     q_ref: Any,
-    kv_ref: Any,
+    key_ref: Any,
+    value_ref: Any,
     table_ref: Any,
     work_ref: Any,
     *refs: Any,
+    value_index: int,
     config: TritonPrefillConfig,
     kv_heads: int,
     scale: float,
@@ -128,12 +134,13 @@ def _prefill_kernel(
     scale_ref = refs[int(with_sinks)] if with_scales else None
     out_ref, lse_ref = (refs[-2], refs[-1]) if with_lse else (refs[-1], None)
     q_heads, head_dim = q_ref.shape[1:]
-    block_size, block_kv = kv_ref.shape[3], config.block_kv
+    block_size, block_kv = key_ref.shape[3], config.block_kv
     group = q_heads // kv_heads
     padded_group = pl.next_power_of_2(group)
     rows = tile_tokens(config, group) * padded_group
     dims = power_of_two_parts(head_dim)
-    compute = product_dtype(q_ref.dtype, kv_ref.dtype)
+    pool = PoolParts(key_ref, value_ref, value_index)
+    compute = product_dtype(q_ref.dtype, key_ref.dtype)
     head, tile = pl.program_id(0), pl.program_id(1)
     key = jnp.arange(block_kv, dtype=jnp.int32)
     put = functools.partial(store_rows, interpret=interpret)  # clamped rows repeat their original
@@ -150,7 +157,8 @@ def _prefill_kernel(
         heads = head * group + member
         position = token + offset
         q = [q_ref[token, heads, part].astype(compute) for part in dims]
-        factor = scale if scale_ref is None else scale * scale_ref[0, head]
+        key_scale, value_scale = head_scales(pool, scale_ref, head)
+        factor = scale * key_scale
 
         newest = jnp.minimum(high + offset, length) - 1  # last position that any row sees
         end = (newest + block_kv) // block_kv
@@ -176,7 +184,7 @@ def _prefill_kernel(
                 behind = position[:, None] - (i * block_kv + key)[None, :]
                 visible = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
             state = attend_tile(
-                state, q, kv_ref, (block, head, slot), dims=dims, visible=visible, factor=factor,
+                state, q, pool, (block, head, slot), dims=dims, visible=visible, factor=factor,
                 soft_cap=soft_cap,
             )  # fmt: skip
             return state, following
@@ -188,7 +196,7 @@ def _prefill_kernel(
         state, _ = lax.fori_loop(full_end, end, functools.partial(step, masked=True), carry)
         if sink_ref is not None:
             state = state.add_sink(sink_ref[heads])
-        outs, lse = state.finish(1.0 if scale_ref is None else scale_ref[1, head])
+        outs, lse = state.finish(value_scale)
         for part, out in zip(dims, outs, strict=True):
             put(out_ref.at[token, heads, part], out.astype(out_ref.dtype), owned[:, None])
         if lse_ref is not None:

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.pool_parts import Pool, arrays_of, is_quantized
+
 
 def to_pool_dtype(
     x: jax.Array,
@@ -36,3 +38,29 @@ def to_pool_dtype(
         return rounded(jnp.clip(scaled, -127.0, 127.0)).astype(dtype)
     limit = float(jnp.finfo(dtype).max)
     return jnp.clip(scaled, -limit, limit).astype(dtype)
+
+
+def new_content(
+    kv_pool: Pool, k: jax.Array, v: jax.Array, kv_scales: jax.Array | None
+) -> list[jax.Array]:
+    """What goes into the slots of new tokens, for each array of the pool.
+
+    Args:
+        kv_pool: see `pallas_kernels.write_kv`, as for all arguments.
+        k: likewise.
+        v: likewise.
+        kv_scales: likewise.
+
+    Returns:
+        `[tokens, 2, kv_heads, head_dim]`, or twice `[tokens, 1, kv_heads, head_dim]`, in the dtype
+        of the array.
+    """
+    new = jnp.stack([k, v], axis=1)
+    scales = None if kv_scales is None else kv_scales[None, :, :, None]
+    content, start = [], 0
+    for array in arrays_of(kv_pool):
+        part = slice(start, start + array.shape[1])
+        own = scales[:, part] if scales is not None and is_quantized(array.dtype) else None
+        content.append(to_pool_dtype(new[:, part], array.dtype, own))
+        start = part.stop
+    return content

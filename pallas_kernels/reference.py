@@ -11,32 +11,33 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.quantize_kv import to_pool_dtype
+from pallas_kernels.pool_parts import Pool, arrays_of, parts_of, pool_like
+from pallas_kernels.quantize_kv import new_content
 
 
 def write_kv(
-    kv_pool: jax.Array,
+    kv_pool: Pool,
     k: jax.Array,
     v: jax.Array,
     slot_mapping: jax.Array,
     kv_scales: jax.Array | None,
-) -> jax.Array:
+) -> Pool:
     """Write one token after the other."""
-    block_size = kv_pool.shape[3]
-    new = jnp.stack([k, v], axis=1)  # [tokens, 2, kv_heads, head_dim]
-    scales = None if kv_scales is None else kv_scales[None, :, :, None]
-    new = to_pool_dtype(new, kv_pool.dtype, scales)
+    block_size = parts_of(kv_pool).keys.shape[3]
+    content = new_content(kv_pool, k, v, kv_scales)
 
-    def write_token(t: jax.Array, pool: jax.Array) -> jax.Array:
+    def write_token(t: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         block, offset = slot_mapping[t] // block_size, slot_mapping[t] % block_size
-        return pool.at[block, :, :, offset].set(new[t])
+        pairs = zip(arrays, content, strict=True)
+        return tuple(array.at[block, :, :, offset].set(new[t]) for array, new in pairs)
 
-    return jax.lax.fori_loop(0, k.shape[0], write_token, kv_pool)
+    written = jax.lax.fori_loop(0, k.shape[0], write_token, arrays_of(kv_pool))
+    return pool_like(kv_pool, written)
 
 
 def paged_decode_attention(
     q: jax.Array,
-    kv_pool: jax.Array,
+    kv_pool: Pool,
     block_tables: jax.Array,
     seq_lens: jax.Array,
     **options: Any,
@@ -51,7 +52,7 @@ def paged_decode_attention(
 
 def paged_prefill_attention(
     q: jax.Array,
-    kv_pool: jax.Array,
+    kv_pool: Pool,
     block_tables: jax.Array,
     seq_lens: jax.Array,
     query_start: jax.Array,
@@ -65,7 +66,8 @@ def paged_prefill_attention(
 ) -> Any:
     """See `pallas_kernels.paged_prefill_attention`; every default is filled in by the caller."""
     tokens, q_heads, head_dim = q.shape
-    kv_heads, block_size = kv_pool.shape[2:4]
+    pool = parts_of(kv_pool)
+    blocks, _, kv_heads, block_size, _ = pool.keys.shape
     context = block_tables.shape[1] * block_size
 
     token = jnp.arange(tokens, dtype=jnp.int32)
@@ -79,15 +81,17 @@ def paged_prefill_attention(
         visible &= key_position > position[:, None] - window
     visible = visible[:, None, :]  # [tokens, 1, context]
 
-    table = jnp.clip(block_tables[seq], 0, kv_pool.shape[0] - 1)
-    kv = kv_pool[table].astype(
-        jnp.float32
-    )  # [tokens, max_blocks, 2, kv_heads, block_size, head_dim]
-    kv = jnp.moveaxis(kv, 1, 3).reshape(tokens, 2, kv_heads, context, head_dim)
-    if kv_scales is not None:
-        kv = kv * kv_scales[None, :, :, None, None]
-    kv = jnp.repeat(kv, q_heads // kv_heads, axis=2)
-    k, v = kv[:, 0], jnp.where(visible[..., None], kv[:, 1], 0.0)  # 0 * NaN would be NaN
+    table = jnp.clip(block_tables[seq], 0, blocks - 1)
+
+    def read(array: jax.Array, index: int, scales: jax.Array | None) -> jax.Array:
+        x = array[table, index].astype(jnp.float32)
+        x = jnp.moveaxis(x, 1, 2).reshape(tokens, kv_heads, context, head_dim)
+        x = x if scales is None else x * scales[None, :, None, None]
+        return jnp.repeat(x, q_heads // kv_heads, axis=1)
+
+    key_scales, value_scales = pool.scales(kv_scales)
+    k, v = read(pool.keys, 0, key_scales), read(pool.values, pool.value_index, value_scales)
+    v = jnp.where(visible[..., None], v, 0.0)  # 0 * NaN would be NaN
 
     scores = jnp.einsum("thd,thcd->thc", q.astype(jnp.float32), k, precision="highest") * scale
     if soft_cap is not None:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.pool_parts import Pool, parts_of
 from pallas_kernels.prefill_plan import ROW_ALIGNMENT
 from pallas_kernels.tuning import core_count
 
@@ -31,7 +32,7 @@ def attend_shared_prefix(
     prefill: Callable[..., Any],
     decode: Callable[..., Any],
     q: jax.Array,
-    kv_pool: jax.Array,
+    kv_pool: Pool,
     block_tables: jax.Array,
     seq_lens: jax.Array,
     shared_blocks: jax.Array,
@@ -46,7 +47,7 @@ def attend_shared_prefix(
         prefill: a kernel's `paged_prefill_attention`, which takes `causal=False`.
         decode: a `paged_decode_attention`.
         q: `[seqs, q_heads, head_dim]` or `[seqs, rows, q_heads, head_dim]`.
-        kv_pool: `[blocks, 2, kv_heads, block_size, head_dim]`.
+        kv_pool: a pool in either form (`pallas_kernels.pool_parts`).
         block_tables: int32 `[seqs, max_blocks]`.
         seq_lens: int32 `[seqs]`.
         shared_blocks: int32 scalar.
@@ -57,7 +58,7 @@ def attend_shared_prefix(
     Raises:
         NotImplementedError: one of the kernels does not support the case.
     """
-    block_size = kv_pool.shape[3]
+    block_size = parts_of(kv_pool).keys.shape[3]
     granule = math.lcm(GRANULE, block_size)
     most = block_tables.shape[1] * block_size // granule  # granules that can be shared
     if most == 0:
@@ -102,7 +103,7 @@ def num_pieces(rows: int, kv_heads: int, cores: int) -> int:
 def _attend_pieces(
     prefill: Callable[..., Any],
     q: jax.Array,
-    kv_pool: jax.Array,
+    kv_pool: Pool,
     table: jax.Array,
     granules: jax.Array,
     *,
@@ -127,7 +128,7 @@ def _attend_pieces(
         without the last axis. A piece without positions has 0 and -inf.
     """
     seqs, q_heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
-    kv_heads, block_size = kv_pool.shape[2:4]
+    kv_heads, block_size = parts_of(kv_pool).keys.shape[2:4]
     group = q_heads // kv_heads
     folded = q.reshape(-1, kv_heads, group, head_dim).swapaxes(1, 2)
     folded = folded.reshape(-1, kv_heads, head_dim)  # (sequence, row, head of the group) rows

@@ -14,6 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.pool_parts import Pool, PoolParts, arrays_of, is_quantized
+
 LOG2_E = math.log2(math.e)
 # The running maximum before any key is seen: finite, so that masked scores (-inf) weigh 0.
 LOWEST = -1e30
@@ -61,7 +63,7 @@ class Softmax(NamedTuple):
 def attend_tile(
     state: Softmax,
     q: list[jax.Array],
-    kv_ref: Any,
+    pool: PoolParts,
     slots: tuple[Any, Any, Any],
     *,
     dims: list[pl.Slice],
@@ -74,7 +76,7 @@ def attend_tile(
     Args:
         state: the sums so far.
         q: queries in the dtype of the products, `[rows, part]` for each part of the head.
-        kv_ref: the pool.
+        pool: references to keys and values.
         slots: block of each key, key/value head, and place of each key in its block.
         dims: the parts of the head, see `power_of_two_parts`.
         visible: bool, `[rows, tile]` or `[1, tile]`; every key is if None.
@@ -83,10 +85,10 @@ def attend_tile(
     """
     block, head, slot = slots
     compute = q[0].dtype
-    precision = lax.Precision.HIGHEST if compute == jnp.float32 else None
+    precision = _precision(compute)
     scores = jnp.zeros((q[0].shape[0], block.shape[0]), jnp.float32)
     for part, q_part in zip(dims, q, strict=True):
-        k = kv_ref[block, 0, head, slot, part].astype(compute)
+        k = pool.keys[block, 0, head, slot, part].astype(compute)
         scores += plt.dot(q_part, k, trans_b=True, precision=precision)
     if soft_cap is None:
         scores = scores * (factor * LOG2_E)
@@ -98,17 +100,31 @@ def attend_tile(
     fade = jnp.exp2(state.peak - peak)
     weights = jnp.exp2(scores - peak[:, None])
     total = state.total * fade + jnp.sum(weights, axis=1)
-    weights = weights.astype(compute)
+    compute = product_dtype(pool.values.dtype, pool.values.dtype)
+    weights, precision = weights.astype(compute), _precision(compute)
     accs = []
     for part, acc in zip(dims, state.accs, strict=True):
-        v = kv_ref[block, 1, head, slot, part].astype(compute)
+        v = pool.values[block, pool.value_index, head, slot, part].astype(compute)
         accs.append(acc * fade[:, None] + plt.dot(weights, v, precision=precision))
     return Softmax(tuple(accs), peak, total)
+
+
+def head_scales(pool: PoolParts, scale_ref: Any, head: Any) -> tuple[Any, Any]:
+    """What a head's keys and values are to be multiplied by; 1 for those that are not quantized."""
+    if scale_ref is None:
+        return 1.0, 1.0
+    keys, values = is_quantized(pool.keys.dtype), is_quantized(pool.values.dtype)
+    return scale_ref[0, head] if keys else 1.0, scale_ref[1, head] if values else 1.0
 
 
 def product_dtype(q_dtype: Any, kv_dtype: Any) -> Any:
     """Dtype of the products: one-byte numbers are exact in float16, and cheaper to get there."""
     return jnp.float16 if jnp.dtype(kv_dtype).itemsize == 1 else q_dtype
+
+
+def _precision(dtype: Any) -> lax.Precision | None:
+    """Of products of this dtype."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 def store_rows(ref: Any, value: jax.Array, mask: jax.Array, *, interpret: bool) -> None:
@@ -122,20 +138,21 @@ def store_rows(ref: Any, value: jax.Array, mask: jax.Array, *, interpret: bool) 
         plt.store(ref, value, mask=mask)
 
 
-def check_addresses(kv_pool: jax.Array) -> None:
+def check_addresses(kv_pool: Pool) -> None:
     """Decline a pool that Triton cannot address, or a head that it cannot cut into parts.
 
     Raises:
         NotImplementedError: offsets are 32 bits up to 2**32 bytes, but count elements; the parts of
             a head have at least 16 columns.
     """
-    if kv_pool.dtype.itemsize == 1 and 2**31 < kv_pool.size <= 2**32:
-        raise NotImplementedError(
-            f"Triton addresses a pool of {kv_pool.size} one-byte elements with 32 bits, "
-            "which wrap at 2**31"
-        )
-    if kv_pool.shape[4] % 16:
-        raise NotImplementedError(f"head_dim must be a multiple of 16, got {kv_pool.shape[4]}")
+    for array in arrays_of(kv_pool):
+        if array.dtype.itemsize == 1 and 2**31 < array.size <= 2**32:
+            raise NotImplementedError(
+                f"Triton addresses a pool of {array.size} one-byte elements with 32 bits, "
+                "which wrap at 2**31"
+            )
+        if array.shape[4] % 16:
+            raise NotImplementedError(f"head_dim must be a multiple of 16, got {array.shape[4]}")
 
 
 def power_of_two_parts(size: int) -> list[pl.Slice]:

@@ -15,6 +15,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.pool_parts import (
+    Pool,
+    PoolParts,
+    arrays_of,
+    is_quantized,
+    parts_of,
+    pool_like,
+)
 from pallas_kernels.quantize_kv import to_pool_dtype
 from pallas_kernels.triton_attention import check_addresses, power_of_two_parts
 
@@ -22,48 +30,55 @@ MOST_HEADS = 8  # of one program
 
 
 def write_kv(
-    kv_pool: jax.Array,
+    kv_pool: Pool,
     k: jax.Array,
     v: jax.Array,
     slot_mapping: jax.Array,
     kv_scales: jax.Array | None,
     *,
     interpret: bool = False,
-) -> jax.Array:
+) -> Pool:
     """See `pallas_kernels.write_kv`; one program writes one token of some heads."""
     check_addresses(kv_pool)
     tokens, kv_heads, _ = k.shape
     heads = min(MOST_HEADS, kv_heads & -kv_heads)  # a power of two that divides them
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    extras = [] if kv_scales is None else [kv_scales]
-    return pl.pallas_call(
-        functools.partial(_write_kernel, heads=heads),
+    arrays = arrays_of(kv_pool)
+    operands = [*arrays, k, v, slot_mapping, *([] if kv_scales is None else [kv_scales])]
+    written = pl.pallas_call(
+        functools.partial(
+            _write_kernel, num_arrays=len(arrays), value_index=parts_of(kv_pool).value_index,
+            heads=heads,
+        ),
         grid=(kv_heads // heads, tokens),
-        in_specs=[whole] * (4 + len(extras)),
-        out_specs=whole,
-        out_shape=jax.ShapeDtypeStruct(kv_pool.shape, kv_pool.dtype),
-        input_output_aliases={0: 0},
+        in_specs=[whole] * len(operands),
+        out_specs=[whole] * len(arrays),
+        out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays],
+        input_output_aliases={index: index for index in range(len(arrays))},
         interpret=interpret,
         name="write_kv",
         compiler_params=plt.CompilerParams(num_warps=2, num_stages=1),
-    )(kv_pool, k, v, slot_mapping, *extras)
+    )(*operands)  # fmt: skip
+    return pool_like(kv_pool, tuple(written))
 
 
-def _write_kernel(
-    _pool_in_ref: Any, k_ref: Any, v_ref: Any, slot_ref: Any, *refs: Any, heads: int
-) -> None:
-    pool_ref, scale_ref = refs[-1], refs[0] if len(refs) > 1 else None
-    block_size = pool_ref.shape[3]
+def _write_kernel(*refs: Any, num_arrays: int, value_index: int, heads: int) -> None:
+    k_ref, v_ref, slot_ref, *scale_refs = refs[num_arrays:-num_arrays]
+    pool = PoolParts(refs[-num_arrays], refs[-1], value_index)
+    block_size = pool.keys.shape[3]
     head = pl.program_id(0) * heads + jnp.arange(heads, dtype=jnp.int32)
     token = pl.program_id(1)
     slot = slot_ref[token]
     block, offset = slot // block_size, slot % block_size
-    for index, ref in enumerate((k_ref, v_ref)):
-        scale = None if scale_ref is None else scale_ref[index, head][:, None]
+    targets = ((pool.keys, 0), (pool.values, value_index))
+    for row, (ref, (target, index)) in enumerate(zip((k_ref, v_ref), targets, strict=True)):
+        scale = None
+        if scale_refs and is_quantized(target.dtype):
+            scale = scale_refs[0][row, head][:, None]
         for part in power_of_two_parts(ref.shape[2]):
             x = ref[token, head, part]
-            pool_ref[block, index, head, offset, part] = to_pool_dtype(
-                x, pool_ref.dtype, scale, rounded=_rounded
+            target[block, index, head, offset, part] = to_pool_dtype(
+                x, target.dtype, scale, rounded=_rounded
             )
 
 

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.quantize_kv import to_pool_dtype
+from pallas_kernels.pool_parts import Pool, PoolParts, arrays_of, parts_of, pool_like
+from pallas_kernels.quantize_kv import new_content
 
 CHUNK_TOKENS = 128  # context positions per iteration; with the next, best of 128-512 on two cores
 TILE_ROWS = 32  # query rows of one sequence per iteration of prefill; best of 16-128
@@ -34,20 +35,19 @@ class _Options:
 
 
 def write_kv(
-    kv_pool: jax.Array,
+    kv_pool: Pool,
     k: jax.Array,
     v: jax.Array,
     slot_mapping: jax.Array,
     kv_scales: jax.Array | None,
-) -> jax.Array:
-    """One scatter for keys and values; in place when the pool is donated."""
-    block_size = kv_pool.shape[3]
-    new = jnp.stack([k, v], axis=1)  # [tokens, 2, kv_heads, head_dim]
-    scales = None if kv_scales is None else kv_scales[None, :, :, None]
-    new = to_pool_dtype(new, kv_pool.dtype, scales)
+) -> Pool:
+    """One scatter for each array; in place when the pool is donated."""
+    block_size = parts_of(kv_pool).keys.shape[3]
     block, offset = slot_mapping // block_size, slot_mapping % block_size
     # Indexing by block keeps every index small where a flat slot * width would pass 2**31.
-    return kv_pool.at[block, :, :, offset].set(new, mode="drop")
+    arrays = zip(arrays_of(kv_pool), new_content(kv_pool, k, v, kv_scales), strict=True)
+    written = (array.at[block, :, :, offset].set(new, mode="drop") for array, new in arrays)
+    return pool_like(kv_pool, tuple(written))
 
 
 def add_rms_norm(
@@ -62,20 +62,20 @@ def add_rms_norm(
 
 def paged_decode_attention(
     q: jax.Array,
-    kv_pool: jax.Array,
+    kv_pool: Pool,
     block_tables: jax.Array,
     seq_lens: jax.Array,
     **options: Any,
 ) -> Any:
     """See `pallas_kernels.paged_decode_attention`; every default is filled in by the caller."""
     opts = _Options(**options)
-    out, lse = _decode(q, kv_pool, block_tables, seq_lens, opts)
+    out, lse = _decode(q, parts_of(kv_pool), block_tables, seq_lens, opts)
     return (out, lse) if opts.return_lse else out
 
 
 def paged_prefill_attention(
     q: jax.Array,
-    kv_pool: jax.Array,
+    kv_pool: Pool,
     block_tables: jax.Array,
     seq_lens: jax.Array,
     query_start: jax.Array,
@@ -88,25 +88,26 @@ def paged_prefill_attention(
     """
     opts = _Options(**options)
     rows = query_start[1:] - query_start[:-1]
-    out, lse = _prefill_tiles(q, kv_pool, block_tables, seq_lens, query_start, rows, opts)
+    pool = parts_of(kv_pool)
+    out, lse = _prefill_tiles(q, pool, block_tables, seq_lens, query_start, rows, opts)
 
     single_lens = jnp.where(rows == 1, seq_lens, 0)
     single_row = jnp.where(rows == 1, query_start[:-1], q.shape[0])  # out of range: dropped below
     row_q = q.at[single_row].get(mode="fill", fill_value=0)
-    row_out, row_lse = _decode(row_q, kv_pool, block_tables, single_lens, opts)
+    row_out, row_lse = _decode(row_q, pool, block_tables, single_lens, opts)
     out = out.at[single_row].set(row_out, mode="drop")
     lse = lse.at[single_row].set(row_lse, mode="drop")
     return (out, lse) if opts.return_lse else out
 
 
 def _decode(
-    q: jax.Array, kv_pool: jax.Array, block_tables: jax.Array, seq_lens: jax.Array, opts: _Options
+    q: jax.Array, pool: PoolParts, block_tables: jax.Array, seq_lens: jax.Array, opts: _Options
 ) -> tuple[jax.Array, jax.Array]:
     """All sequences side by side, one chunk of each per iteration."""
     seqs, q_heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
-    kv_heads = kv_pool.shape[2]
+    kv_heads = pool.keys.shape[2]
     group = q_heads // kv_heads
-    chunk = _chunk_tokens(kv_pool, block_tables)
+    chunk = _chunk_tokens(pool, block_tables)
     grouped = q.reshape(seqs, -1, kv_heads, group, head_dim).swapaxes(1, 2)
     rows = grouped.shape[2]  # queries of one sequence: its last positions
     grouped = grouped.reshape(seqs, kv_heads, rows * group, head_dim).astype(jnp.float32)
@@ -116,7 +117,7 @@ def _decode(
 
     def body(i: jax.Array, state: _State) -> _State:
         start = (first + i) * chunk  # each sequence starts where its own window does
-        k, v, key_position = _gather(kv_pool, block_tables, start, seq_lens, chunk, opts)
+        k, v, key_position = _gather(pool, block_tables, start, seq_lens, chunk, opts)
         visible = _visible(position, key_position, opts.window)  # [seqs, rows, chunk]
         return _attend(state, grouped, k, v, jnp.repeat(visible, group, axis=1)[:, None], opts)
 
@@ -129,7 +130,7 @@ def _decode(
 
 def _prefill_tiles(
     q: jax.Array,
-    kv_pool: jax.Array,
+    pool: PoolParts,
     block_tables: jax.Array,
     seq_lens: jax.Array,
     query_start: jax.Array,
@@ -138,10 +139,10 @@ def _prefill_tiles(
 ) -> tuple[jax.Array, jax.Array]:
     """Tiles of query rows one after the other; sequences of a single row are left 0."""
     tokens, q_heads, head_dim = q.shape
-    kv_heads = kv_pool.shape[2]
+    kv_heads = pool.keys.shape[2]
     group = q_heads // kv_heads
     tile_rows = min(TILE_ROWS, tokens)
-    chunk = _chunk_tokens(kv_pool, block_tables)
+    chunk = _chunk_tokens(pool, block_tables)
     tile_end = jnp.cumsum(jnp.where(rows > 1, -(-rows // tile_rows), 0))
     # A tile may hang over the end of the array; its rows past the sequence are masked.
     padded_q = jnp.pad(q, ((0, tile_rows), (0, 0), (0, 0)))
@@ -170,7 +171,7 @@ def _prefill_tiles(
 
         def chunk_body(i: jax.Array, state: _State) -> _State:
             start = (first + i) * chunk
-            k, v, key_position = _gather(kv_pool, table, start, length, chunk, opts)
+            k, v, key_position = _gather(pool, table, start, length, chunk, opts)
             visible = _visible(position, key_position, opts.window)  # [1, tile_rows, chunk]
             visible = jnp.repeat(visible, group, axis=1)[:, None]
             return _attend(state, tile_q, k, v, visible, opts)
@@ -197,9 +198,9 @@ def _put_rows(rows: jax.Array, new: jax.Array, start: jax.Array, mask: jax.Array
     return lax.dynamic_update_slice_in_dim(rows, jnp.where(mask, new, old), start, axis=0)
 
 
-def _chunk_tokens(kv_pool: jax.Array, block_tables: jax.Array) -> int:
+def _chunk_tokens(pool: PoolParts, block_tables: jax.Array) -> int:
     """Context positions per iteration: whole blocks, no more than the table holds."""
-    block_size = kv_pool.shape[3]
+    block_size = pool.keys.shape[3]
     return block_size * min(max(1, CHUNK_TOKENS // block_size), block_tables.shape[1])
 
 
@@ -215,7 +216,7 @@ def _chunk_range(
 
 
 def _gather(
-    kv_pool: jax.Array,
+    pool: PoolParts,
     block_tables: jax.Array,
     start: jax.Array,
     seq_lens: jax.Array,
@@ -228,7 +229,7 @@ def _gather(
         float32 `[seqs, kv_heads, chunk, head_dim]` twice, positions int32 `[seqs, chunk]`. Values
         at unused slots are 0: a weight of 0 would not silence a NaN there.
     """
-    _, _, kv_heads, block_size, head_dim = kv_pool.shape
+    _, _, kv_heads, block_size, head_dim = pool.keys.shape
     seqs, max_blocks = block_tables.shape
     column = start[:, None] // block_size + jnp.arange(chunk // block_size, dtype=jnp.int32)[None]
     block = jnp.take_along_axis(block_tables, jnp.minimum(column, max_blocks - 1), axis=1)
@@ -238,14 +239,15 @@ def _gather(
     position = start[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
     used = position < seq_lens[:, None]
 
-    def read(part: int) -> jax.Array:
-        x = kv_pool.at[block, part, head].get(mode="clip")  # [seqs, kv_heads, n, block_size, dim]
+    def read(array: jax.Array, index: int, scales: jax.Array | None) -> jax.Array:
+        x = array.at[block, index, head].get(mode="clip")  # [seqs, kv_heads, n, block_size, dim]
         x = x.reshape(seqs, kv_heads, chunk, head_dim).astype(jnp.float32)
-        if opts.kv_scales is not None:
-            x = x * opts.kv_scales[part].reshape(1, kv_heads, 1, 1)
-        return x
+        return x if scales is None else x * scales.reshape(1, kv_heads, 1, 1)
 
-    return read(0), jnp.where(used[:, None, :, None], read(1), 0.0), position
+    key_scales, value_scales = pool.scales(opts.kv_scales)
+    keys = read(pool.keys, 0, key_scales)
+    values = read(pool.values, pool.value_index, value_scales)
+    return keys, jnp.where(used[:, None, :, None], values, 0.0), position
 
 
 def _visible(position: jax.Array, key_position: jax.Array, window: int | None) -> jax.Array:

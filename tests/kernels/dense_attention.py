@@ -1,6 +1,7 @@
 """Paged attention in plain numpy float64, one sequence and one head at a time."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ class Case:
     """One random problem; `values` are the numbers that the pool stands for, in float64."""
 
     q: jax.Array
-    pool: jax.Array
+    pool: jax.Array | tuple[jax.Array, jax.Array]
     values: np.ndarray  # [blocks, 2, kv_heads, block_size, head_dim]
     tables: np.ndarray
     seq_lens: np.ndarray
@@ -25,7 +26,7 @@ class Case:
     def query_start(self) -> np.ndarray:
         return np.concatenate([[0], np.cumsum(self.rows)]).astype(np.int32)
 
-    def args(self) -> tuple[jax.Array, ...]:
+    def args(self) -> tuple[Any, ...]:
         return self.q, self.pool, jnp.asarray(self.tables), jnp.asarray(self.seq_lens)
 
 
@@ -40,13 +41,15 @@ def make_case(
     block_size=16,
     dtype=jnp.float32,
     kv_dtype=None,
+    plain_keys=False,
     extra_columns=2,
     extra_tokens=0,
     fill=np.nan,
 ):
     """Random queries and a shuffled pool; slots that belong to nobody hold `fill`.
 
-    Table entries past the last used block name a block full of `fill`.
+    Table entries past the last used block name a block full of `fill`. With `plain_keys` the pool
+    is a pair of arrays, of which only the values are of `kv_dtype`; the scales of keys are NaN.
     """
     rng = np.random.default_rng(seed)
     lens = np.asarray(lens, np.int32)
@@ -64,6 +67,10 @@ def make_case(
         stored = jnp.asarray(values * spread, jnp.float32).astype(kv_dtype)
         values = np.asarray(stored.astype(jnp.float32), np.float64)
         values = values * kv_scales[None, :, :, None, None]
+        if plain_keys:
+            keys = jnp.asarray(rng.normal(size=values[:, :1].shape), dtype)
+            values[:, :1] = np.asarray(keys, np.float64)
+            kv_scales[0] = np.nan
     order = 1 + rng.permutation(blocks - 2)
     tables = np.full((len(lens), int(used.max(initial=0)) + extra_columns), blocks - 1, np.int32)
     owned = np.zeros((blocks, block_size), bool)
@@ -72,12 +79,16 @@ def make_case(
         tables[s, : used[s]] = mine
         for t in range(length):
             owned[mine[t // block_size], t % block_size] = True
-    garbage = fill if kv_dtype != jnp.int8 else 127
-    pool = jnp.where(
-        jnp.asarray(owned)[:, None, None, :, None],
-        stored.astype(jnp.float32),
-        jnp.asarray(garbage, jnp.float32),
-    ).astype(stored.dtype)
+    owned = jnp.asarray(owned)[:, None, None, :, None]
+
+    def with_garbage(content):
+        garbage = fill if content.dtype != jnp.int8 else 127
+        wide = jnp.where(owned, content.astype(jnp.float32), jnp.asarray(garbage, jnp.float32))
+        return wide.astype(content.dtype)
+
+    arrays = (keys, stored[:, 1:]) if plain_keys else (stored,)
+    filled = tuple(map(with_garbage, arrays))
+    pool = filled if plain_keys else filled[0]
     q = jnp.asarray(
         rng.normal(size=(int(rows.sum()) + extra_tokens, kv_heads * group, head_dim)), dtype
     )
