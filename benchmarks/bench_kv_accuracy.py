@@ -77,7 +77,7 @@ def main() -> None:
         plain = found if plain is None else plain
         record(
             "kv_accuracy",
-            f"{args.model.name}, {weights} weights, {llm.engine.kv_spec.dtype.name} KV",
+            f"{args.model.name}, {weights} weights, {llm.engine.kv_spec.dtype_name} KV",
             out=args.out,
             kv_bytes_per_token=llm.engine.kv_spec.block_bytes // llm.engine.kv_spec.block_size,
             tokens=len(found),

@@ -37,11 +37,15 @@ class Bench:
 
     def __init__(self, spec: KVSpec) -> None:
         self.device = jax.devices()[0]
-        self.pool: KVPool = [
-            jax.random.normal(jax.random.key(layer), x.shape).astype(x.dtype)
-            for layer, x in enumerate(spec.create(self.device))
-        ]
-        abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self.pool]
+        self.pool: KVPool = spec.pool_of(
+            [
+                jax.random.normal(jax.random.key(index), x.shape).astype(x.dtype)
+                for index, x in enumerate(jax.tree.leaves(spec.create(self.device)))
+            ]
+        )
+        abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.pool
+        )
         self.count = spec.num_blocks // 2
         self.mover = BlockMover(abstract, self.count)
         self.mover.warm_up()
@@ -66,8 +70,8 @@ class Bench:
         self.store()
         other = self.mover.load(spec.create(self.device), self.loads)
         blocks = self.stores[:, 0]
-        same = [(a[blocks] == b[blocks]).all() for a, b in zip(self.pool, other, strict=True)]
-        return all(map(bool, same))
+        same = jax.tree.map(lambda a, b: (a[blocks] == b[blocks]).all(), self.pool, other)
+        return all(map(bool, jax.tree.leaves(same)))
 
     def wait(self) -> None:
         slots = [self.mover.content(slot) for slot in range(self.count)]
@@ -153,7 +157,7 @@ def main() -> None:
         SHAPES[args.shape], config, num_blocks=2 * args.blocks, dtype=jnp.dtype(args.dtype)
     )
     bench = Bench(spec)
-    case = f"{args.shape} {spec.dtype} block {args.block_size}"
+    case = f"{args.shape} {spec.dtype_name} block {args.block_size}"
     if not bench.returns_every_bit(spec):
         raise RuntimeError("blocks came back changed")
     facts = {"blocks": bench.count, "block_bytes": spec.block_bytes, "bytes": bench.size}

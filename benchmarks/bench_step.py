@@ -85,7 +85,8 @@ class RandomKV(KVSpec):
 
     def create(self, device: Any) -> KVPool:
         """Normal numbers on `device`."""
-        fill = jax.jit(lambda key: jax.random.normal(key, self.layer_shape, self.dtype))
+        (array,) = self.arrays
+        fill = jax.jit(lambda key: jax.random.normal(key, array.shape, array.dtype))
         keys = [jax.random.key(layer) for layer in range(self.layers)]
         return [jax.block_until_ready(fill(jax.device_put(key, device))) for key in keys]
 

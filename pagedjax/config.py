@@ -11,7 +11,7 @@ from pathlib import Path
 from scheduler.config import BLOCK_SIZES, PREEMPTION
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-KV_CACHE_DTYPES = ("auto", "fp8", "int8")
+KV_CACHE_DTYPES = ("auto", "fp8", "int8", "fp8-values", "int8-values")
 
 
 def cache_home() -> Path:
@@ -29,7 +29,8 @@ class EngineConfig:
             float32 on a CPU, where bfloat16 arithmetic is emulated and slow.
         kv_cache_dtype: of the KV cache. "auto" is the dtype of the weights; "fp8" (e4m3) and "int8"
             hold the keys and values in one byte each, with scales per layer and head
-            (`pagedjax.engine.kv_scales`).
+            (`pagedjax.engine.kv_scales`). "fp8-values" and "int8-values" do so with the values
+            alone: keys stay as they are, which costs less accuracy and saves half as much.
         block_size: tokens per KV block: 16, 32, 64 or 128. Larger blocks mean shorter tables and
             more waste in each sequence's last block.
         num_blocks: blocks of the KV pool, the null block included. None sizes the pool by

@@ -106,7 +106,7 @@ def capacity(arch: ArchConfig, config: EngineConfig) -> dict[str, Any]:
         "device": f"{device.platform}, {device.device_kind}",
         "weight_bytes": weights,
         "step_bytes": step_bytes,
-        "kv_dtype": spec.dtype.name,
+        "kv_dtype": spec.dtype_name,
         "kv_bytes_per_token": spec.block_bytes // spec.block_size,
         "kv_blocks": blocks - 1,
         "kv_pool_bytes": spec.block_bytes * blocks,

@@ -24,7 +24,11 @@ Dtype = Annotated[
     str, typer.Option(help="Of weights and activations: auto, bfloat16, float16 or float32.")
 ]
 KVCacheDtype = Annotated[
-    str, typer.Option(help="Of the KV cache: auto (as the weights), fp8 or int8: twice the tokens.")
+    str,
+    typer.Option(
+        help="Of the KV cache: auto (as the weights), fp8 or int8 (twice the tokens of 16 bits), "
+        "fp8-values or int8-values (keys as the weights)."
+    ),
 ]
 BlockSize = Annotated[int, typer.Option(help="Tokens per KV block: 16, 32, 64 or 128.")]
 NumBlocks = Annotated[int | None, typer.Option(help="KV blocks; default: as memory allows.")]

@@ -18,7 +18,7 @@ from pagedjax.engine.beam_search import BeamSearch, num_candidates
 from pagedjax.engine.block_tables import TableMirror
 from pagedjax.engine.compilation_cache import enable_compilation_cache
 from pagedjax.engine.in_flight import Done, InFlight
-from pagedjax.engine.kv_pool import COMPRESSED_DTYPES, blocks_that_fit, kv_spec
+from pagedjax.engine.kv_pool import blocks_that_fit, keeps_keys, kv_spec, value_dtype
 from pagedjax.engine.kv_scales import KVScales, calibrate, default_sequences, scales_for
 from pagedjax.engine.logprobs import HostSamples
 from pagedjax.engine.lower_tiers import LowerTiers, open_lower_tiers
@@ -87,15 +87,16 @@ class Engine:
         self.arch = arch
         self.tokenizer = tokenizer
         self.generation = model.generation
-        kv_scales = None
-        if self.config.kv_cache_dtype != "auto":
+        kv_scales, compressed = None, value_dtype(config.kv_cache_dtype)
+        if compressed is not None:
             measured = model.kv_calibration or calibrate(
                 arch,
                 model.params,
                 default_sequences(arch.vocab, tokenizer),
                 max_len=config.max_model_len or arch.max_positions,
             )
-            kv_scales = scales_for(measured, COMPRESSED_DTYPES[self.config.kv_cache_dtype])
+            with_keys = not keeps_keys(config.kv_cache_dtype)
+            kv_scales = scales_for(measured, compressed, with_keys=with_keys)
         self._records = SamplingRecords()
         self._live: dict[str, LiveRequest] = {}
         self._by_key: dict[str, tuple[LiveRequest, Completion]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,13 +15,16 @@ import numpy as np
 
 from pagedjax.config import EngineConfig
 from pagedjax.models.arch import ArchConfig
+from pallas_kernels.pool_parts import Pool
 
-# One array per layer, `[blocks, 2, kv_heads, block_size, head_dim]`: a list rather than one array
-# with a layer axis, so that each is updated in place without slicing a larger one.
-KVPool = list[jax.Array]
+# One array per layer, `[blocks, 2, kv_heads, block_size, head_dim]`, or a pair for keys and values
+# of different dtypes: a list rather than one array with a layer axis, so that each is updated in
+# place without slicing a larger one.
+KVPool = list[Pool]
 
 # What `EngineConfig.kv_cache_dtype` names; "auto" is the dtype of the weights.
 COMPRESSED_DTYPES = {"fp8": np.dtype(jnp.float8_e4m3fn), "int8": np.dtype(np.int8)}
+_VALUES_ONLY = "-values"
 
 # Device memory for blocks on their way between device and host, where there is a host cache.
 TRANSFER_BYTES = 384 << 20
@@ -37,12 +41,13 @@ class KVSpec:
     """Shape of the pool.
 
     Attributes:
-        layers: number of arrays.
+        layers: of the model.
         num_blocks: physical blocks, block 0 (the null block, for padding) included.
         kv_heads: key/value heads.
         block_size: tokens per block.
         head_dim: width of a head.
-        dtype: of keys and values as they are stored.
+        dtype: of values as they are stored, and of keys.
+        key_dtype: of keys that are stored in another dtype, in arrays of their own; else None.
     """
 
     layers: int
@@ -51,26 +56,57 @@ class KVSpec:
     block_size: int
     head_dim: int
     dtype: np.dtype
+    key_dtype: np.dtype | None = None
 
     @property
-    def layer_shape(self) -> tuple[int, int, int, int, int]:
-        """`[blocks, 2, kv_heads, block_size, head_dim]`; keys at 0 and values at 1 of axis 1."""
-        return (self.num_blocks, 2, self.kv_heads, self.block_size, self.head_dim)
+    def arrays(self) -> list[jax.ShapeDtypeStruct]:
+        """Those of a layer: one with keys at 0 and values at 1 of axis 1, or keys and values."""
+        tail = (self.kv_heads, self.block_size, self.head_dim)
+        if self.key_dtype is None:
+            return [jax.ShapeDtypeStruct((self.num_blocks, 2, *tail), self.dtype)]
+        shape = (self.num_blocks, 1, *tail)
+        return [jax.ShapeDtypeStruct(shape, dtype) for dtype in (self.key_dtype, self.dtype)]
 
     @property
     def is_compressed(self) -> bool:
-        """Whether keys and values are stored divided by scales."""
+        """Whether values, at least, are stored divided by scales."""
         return self.dtype in COMPRESSED_DTYPES.values()
+
+    @property
+    def dtype_name(self) -> str:
+        """For people: `bfloat16`, or `bfloat16 keys, int8 values`."""
+        if self.key_dtype is None:
+            return self.dtype.name
+        return f"{self.key_dtype.name} keys, {self.dtype.name} values"
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
-        per_layer = 2 * self.kv_heads * self.block_size * self.head_dim
-        return self.layers * per_layer * self.dtype.itemsize
+        per_layer = sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in self.arrays)
+        return self.layers * per_layer
 
     def create(self, device: Any) -> KVPool:
         """Zeroed arrays on `device`, a `jax.Device`."""
-        return [jnp.zeros(self.layer_shape, self.dtype, device=device) for _ in range(self.layers)]
+        return self.pool_of(
+            [jnp.zeros(x.shape, x.dtype, device=device) for _ in range(self.layers)
+             for x in self.arrays]
+        )  # fmt: skip
+
+    def pool_of(self, arrays: Sequence[jax.Array]) -> KVPool:
+        """A pool of the arrays of all layers, those of a layer next to each other."""
+        if self.key_dtype is None:
+            return list(arrays)
+        return list(zip(arrays[::2], arrays[1::2], strict=True))
+
+
+def value_dtype(kv_cache_dtype: str) -> np.dtype | None:
+    """What `EngineConfig.kv_cache_dtype` compresses values to; None if it does not."""
+    return COMPRESSED_DTYPES.get(kv_cache_dtype.removesuffix(_VALUES_ONLY))
+
+
+def keeps_keys(kv_cache_dtype: str) -> bool:
+    """Whether `EngineConfig.kv_cache_dtype` leaves keys as they are."""
+    return value_dtype(kv_cache_dtype) is None or kv_cache_dtype.endswith(_VALUES_ONLY)
 
 
 def kv_spec(arch: ArchConfig, config: EngineConfig, *, num_blocks: int, dtype: np.dtype) -> KVSpec:
@@ -80,15 +116,18 @@ def kv_spec(arch: ArchConfig, config: EngineConfig, *, num_blocks: int, dtype: n
         arch: the model.
         config: options.
         num_blocks: blocks, the null block included.
-        dtype: of the weights, and of the pool unless it is compressed.
+        dtype: of the weights, and of what is not compressed.
     """
+    compressed = value_dtype(config.kv_cache_dtype)
+    keeps = compressed is not None and keeps_keys(config.kv_cache_dtype)
     return KVSpec(
         layers=arch.layers,
         num_blocks=num_blocks,
         kv_heads=arch.kv_heads,
         block_size=config.block_size,
         head_dim=arch.head_dim,
-        dtype=COMPRESSED_DTYPES.get(config.kv_cache_dtype, np.dtype(dtype)),
+        dtype=np.dtype(dtype) if compressed is None else compressed,
+        key_dtype=np.dtype(dtype) if keeps else None,
     )
 
 

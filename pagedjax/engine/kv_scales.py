@@ -6,7 +6,8 @@ head have in common adds the same number to all scores of a query, which the sof
 without it the rest rounds better (Zhang et al., arXiv:2410.02367). Means and scales come from a
 calibration: token sequences go through the plain forward, and the largest magnitude of each head
 maps to the largest number of the dtype. What exceeds it later is clamped
-(`pallas_kernels.quantize_kv`), so it is never NaN.
+(`pallas_kernels.quantize_kv`), so it is never NaN. Where only values are compressed, keys are
+stored as they are.
 """
 
 from __future__ import annotations
@@ -69,11 +70,12 @@ class KVScales:
     """How one layer's keys and values are stored.
 
     Attributes:
-        key_mean: subtracted from every key, float32.
-        scales: what keys less their mean (0) and values (1) are divided by, float32.
+        key_mean: subtracted from every key, float32; None for keys that are not compressed.
+        scales: what keys less their mean (0) and values (1) are divided by, float32; 1 for keys
+            that are not compressed.
     """
 
-    key_mean: Float[Array, "kv_heads head_dim"]
+    key_mean: Float[Array, "kv_heads head_dim"] | None
     scales: Float[Array, "2 kv_heads"]
 
 
@@ -149,16 +151,26 @@ def calibrate(
     return KVCalibration(key_means=key_means, maxima=maxima)
 
 
-def scales_for(calibration: KVCalibration, dtype: np.dtype) -> list[KVScales]:
-    """How each layer's keys and values fit into `dtype`, float8_e4m3fn or int8."""
+def scales_for(
+    calibration: KVCalibration, dtype: np.dtype, *, with_keys: bool = True
+) -> list[KVScales]:
+    """How each layer's keys and values fit into a dtype.
+
+    Args:
+        calibration: what they are like.
+        dtype: float8_e4m3fn or int8.
+        with_keys: whether keys are compressed, too.
+    """
     largest = 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
     factor = np.float32(_HEADROOM[jnp.dtype(dtype)] / largest)
     scales = calibration.maxima * factor
     # A head that has shown nothing but zeros is stored as it is.
     scales = np.where(scales > np.finfo(np.float32).tiny, scales, np.float32(1.0))
+    if not with_keys:
+        scales[:, 0] = 1.0
     return [
-        KVScales(key_mean=jnp.asarray(key_mean), scales=jnp.asarray(layer))
-        for key_mean, layer in zip(calibration.key_means, scales, strict=True)
+        KVScales(key_mean=jnp.asarray(mean) if with_keys else None, scales=jnp.asarray(layer))
+        for mean, layer in zip(calibration.key_means, scales, strict=True)
     ]
 
 

@@ -36,8 +36,8 @@ class MemoryImage:
 
     Attributes:
         state: names blocks of the pool that the image was taken of.
-        content: an array per layer, `[blocks, 2, kv_heads, block_size, head_dim]`, in the order of
-            `state.blocks()`.
+        content: the arrays of all layers, as in `KVPool` but for the blocks, which are in the order
+            of `state.blocks()`.
     """
 
     state: SchedulerState
@@ -56,7 +56,7 @@ def take_image(engine: Engine) -> MemoryImage:
     content: list[np.ndarray] = []
 
     def read(pool: KVPool) -> KVPool:
-        content.extend(np.asarray(layer[blocks]) for layer in pool)
+        content.extend(np.asarray(array[blocks]) for array in jax.tree.leaves(pool))
         return pool
 
     engine._runner.update_pool(read)
@@ -70,12 +70,14 @@ def put_image(engine: Engine, image: MemoryImage) -> None:
     rows = np.array([at[source] for source in sources.values()], np.int32)
     blocks = np.array(list(sources), np.int32)
     if len(blocks):
-        write = jax.jit(lambda layer, new: layer.at[blocks].set(new), donate_argnums=(0,))
+        write = jax.jit(lambda array, new: array.at[blocks].set(new), donate_argnums=(0,))
         engine._runner.update_pool(
-            lambda pool: [
-                write(layer, jnp.asarray(content[rows]))
-                for layer, content in zip(pool, image.content, strict=True)
-            ]
+            lambda pool: engine.kv_spec.pool_of(
+                [
+                    write(array, jnp.asarray(content[rows]))
+                    for array, content in zip(jax.tree.leaves(pool), image.content, strict=True)
+                ]
+            )
         )
 
 
@@ -136,7 +138,8 @@ def recalibrate(engine: Engine, sequences: Sequence[Sequence[int]]) -> None:
         raise ValueError(f"calibration needs an idle engine, got {len(engine._live)} requests")
     params = engine._runner.params
     measured = calibrate(engine.arch, params, sequences, max_len=engine.max_model_len)
-    engine._runner.set_kv_scales(scales_for(measured, spec.dtype))
+    scales = scales_for(measured, spec.dtype, with_keys=spec.key_dtype is None)
+    engine._runner.set_kv_scales(scales)
     engine._scheduler.reset_prefix_cache()
 
 

@@ -181,10 +181,9 @@ class ModelRunner:
             return pool, drawn, tables, logits, outputs
 
         abstract = self._abstract
-        pool = [abstract(self._spec.layer_shape, self._spec.dtype)] * self._spec.layers
         traced = jax.jit(step, donate_argnums=(1, 2, 3)).lower(
             {name: abstract(x.shape, x.dtype) for name, x in self._params.items()},
-            pool,
+            self.abstract_pool,
             abstract(self._drawn.shape, np.int32),
             abstract(self._tables.shape, np.int32),
             abstract((layout.size,), np.int32),

@@ -92,11 +92,11 @@ def restore_snapshot(engine: Engine, path: str | Path) -> list[RequestOutput]:
     files = manifest["files"]
     document = json.loads(_read_file(path / STATE, files))
     state = _state_from_json(document["scheduler"])
-    spec = engine.kv_spec
-    shape = (len(state.blocks()), *spec.layer_shape[1:])
     content = [
-        np.frombuffer(_read_file(path / _blocks_name(layer), files), spec.dtype).reshape(shape)
-        for layer in range(spec.layers)
+        np.frombuffer(_read_file(path / _blocks_name(index), files), array.dtype).reshape(
+            len(state.blocks()), *array.shape[1:]
+        )
+        for index, array in enumerate(engine.kv_spec.arrays * engine.kv_spec.layers)
     ]
     _check_lengths(engine, document["requests"], state)
     engine._in_flight.clear()
@@ -127,7 +127,8 @@ def _depends_on(engine: Engine) -> dict[str, str]:
     """What a snapshot is of no use without, by its name in an error, as digests."""
     spec = engine.kv_spec
     cache = hashlib.blake2b(digest_size=16)
-    cache.update(f"{spec.layers} {spec.layer_shape[1:]} {spec.dtype}".encode())
+    arrays = [(array.shape[1:], array.dtype) for array in spec.arrays]
+    cache.update(f"{spec.layers} {arrays}".encode())
     for array in jax.tree.leaves(engine._runner.kv_scales):
         cache.update(np.asarray(array).tobytes())
     return {
@@ -146,8 +147,8 @@ def _write(engine: Engine, directory: Path) -> None:
         "seeds": engine._seeds.getstate(),
     }
     files = {STATE: _write_file(directory / STATE, json.dumps(document).encode())}
-    for layer, content in enumerate(image.content):
-        name = _blocks_name(layer)
+    for index, content in enumerate(image.content):
+        name = _blocks_name(index)
         files[name] = _write_file(directory / name, np.ascontiguousarray(content).tobytes())
     manifest = {
         "format": FORMAT,
@@ -170,8 +171,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _blocks_name(layer: int) -> str:
-    return f"blocks.{layer}.bin"
+def _blocks_name(index: int) -> str:
+    return f"blocks.{index}.bin"
 
 
 def _write_file(path: Path, content: bytes) -> dict[str, Any]:

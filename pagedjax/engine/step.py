@@ -16,6 +16,7 @@ from pagedjax.engine.step_inputs import SamplingArrays, StepInputs
 from pagedjax.models.arch import ArchConfig
 from pagedjax.models.params import Params, decoder_from_params
 from pallas_kernels import Implementation, paged_decode_attention, paged_prefill_attention, write_kv
+from pallas_kernels.pool_parts import Pool
 
 
 @partial(
@@ -25,7 +26,7 @@ from pallas_kernels import Implementation, paged_decode_attention, paged_prefill
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedMemory:
-    """One layer's `Memory`: its array of the pool, and where this step's sequences lie in it.
+    """One layer's `Memory`: its part of the pool, and where this step's sequences lie in it.
 
     Attributes:
         pool: keys and values of all sequences.
@@ -38,7 +39,7 @@ class PagedMemory:
         implementation: backend of the paged operations (static).
     """
 
-    pool: Float[Array, "blocks 2 kv_heads block_size head_dim"]
+    pool: Pool
     kv_scales: KVScales | None
     slot_mapping: Int[Array, " tokens"]
     block_tables: Int[Array, "seqs max_blocks"]
@@ -54,8 +55,9 @@ class PagedMemory:
         how: dict[str, Any] = {"implementation": self.implementation}
         if self.kv_scales is not None:
             how["kv_scales"] = self.kv_scales.scales
-            k = k.astype(jnp.float32) - self.kv_scales.key_mean[None]
-            v = v.astype(jnp.float32)
+            if self.kv_scales.key_mean is not None:
+                k = k.astype(jnp.float32) - self.kv_scales.key_mean[None]
+                v = v.astype(jnp.float32)
         pool = write_kv(self.pool, k, v, self.slot_mapping, **how)
         where = (pool, self.block_tables, self.seq_lens)
         if self.decode:

@@ -86,5 +86,7 @@ def _shallow_runner(
         spec,
         config,
         max_blocks_per_seq=-(-config.max_model_len // config.block_size),
-        kv_scales=scales_for(any_scales, spec.dtype) if spec.is_compressed else None,
+        kv_scales=scales_for(any_scales, spec.dtype, with_keys=spec.key_dtype is None)
+        if spec.is_compressed
+        else None,
     )

@@ -41,6 +41,20 @@ def test_destinations_hold_what_the_sources_held_before(pairs):
         np.testing.assert_array_equal(np.asarray(new), want)
 
 
+def test_keys_and_values_of_two_arrays_are_copied_together():
+    keys, values = make_pool(2)
+    pool = [(keys[:, :1], values[:, :1].astype(jnp.int8))]
+    before = [np.asarray(array) for array in pool[0]]
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), pool
+    )
+    (copied,) = BlockCopier(abstract, 8)(pool, np.array([(3, 4)], np.int32))
+    for old, new in zip(before, copied, strict=True):
+        want = old.copy()
+        want[4] = old[3]
+        np.testing.assert_array_equal(np.asarray(new), want)
+
+
 def test_compiled_sizes_hold_every_number_of_copies_up_to_the_limit():
     pool = make_pool(1)
     copier = copier_for(pool, 20)

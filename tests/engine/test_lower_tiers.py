@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
 
 def engine_with(num_host_blocks, model=None, **options):
-    settings = dict(host_cache_bytes=num_host_blocks * BLOCK_BYTES, preemption="recompute")
+    settings = dict(host_cache_bytes=int(num_host_blocks * BLOCK_BYTES), preemption="recompute")
     return tiny_engine(model, **{**settings, **options})
 
 
@@ -190,6 +190,25 @@ def test_an_engine_that_is_dropped_ends_its_thread_and_finishes_its_files(tmp_pa
     assert not list(Path(tmp_path).rglob("*.partial"))
 
 
+def test_files_hold_keys_and_values_of_two_dtypes(tmp_path):
+    """And are of no use to an engine that stores them in another way."""
+    options = dict(kv_cache_dtype="int8-values", max_model_len=150)
+    engine, prompts = fill_disk(tmp_path, **options)
+    engine._lower.close()
+    disk = dict(num_blocks=40, disk_cache_path=tmp_path, disk_cache_bytes=1 << 20)
+    again = engine_with(40, **disk, **options)
+    outputs = serve(again, prompts, GREEDY)
+    assert counts(again).disk_hits == sum(o.num_cached_tokens for o in outputs) // 16 > 10
+    large = tiny_engine(num_blocks=600, **options)
+    hits = [serve(large, [prompt], GREEDY) for prompt in prompts * 2][4:]
+    assert tokens_of(outputs) == [tokens_of(hit)[0] for hit in hits]
+    again._lower.close()
+    other = engine_with(40, kv_cache_dtype="int8", max_model_len=150, **disk)
+    serve(other, prompts, GREEDY)
+    assert counts(other).disk_hits == 0
+    other._lower.close()
+
+
 def test_damaged_files_are_misses(tmp_path):
     engine, prompts = fill_disk(tmp_path)
     engine._lower.close()
@@ -317,7 +336,7 @@ def test_a_pool_of_another_size_has_the_same_disk_below_it(tmp_path):
     engine._lower.close()
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8", "fp8-values"])
 def test_compressed_blocks_come_back_as_they_left(kv_cache_dtype):
     """OF03: with their scales, and what was stored with other scales is not found.
 
@@ -325,7 +344,9 @@ def test_compressed_blocks_come_back_as_they_left(kv_cache_dtype):
     """
     same = dict(kv_cache_dtype=kv_cache_dtype, max_model_len=150)
     large = tiny_engine(num_blocks=600, **same)
-    engine = engine_with(12, num_blocks=14, **same)  # 48 blocks of a quarter of the bytes
+    bytes_each = large.kv_spec.block_bytes
+    engine = engine_with(48 * bytes_each / BLOCK_BYTES, num_blocks=14, **same)
+    assert engine.stats().lower.host_blocks_total == 48
     prompts = random_prompts((90, 100, 80, 70, 110))
     for prompt in prompts * 3:
         (got,), (want,) = (serve(one, [prompt], GREEDY) for one in (engine, large))

@@ -74,7 +74,10 @@ def continued(engine):
     return deltas
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8"}, {"prefix_caching": False}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8-values"}, {"prefix_caching": False}],
+)
 def test_continuations_are_equal_to_the_last_bit(tmp_path, options):
     wanted = uninterrupted(**options)
     for steps in (1, 3, 6, 12):
@@ -181,7 +184,8 @@ def test_snapshots_of_others_and_damaged_ones_are_refused(tmp_path):
         tiny_engine(tiny_model(seed=1)).restore(path)
     with pytest.raises(ValueError, match="another model$"):
         tiny_engine(tiny_model(layers=1, windows=(None,))).restore(path)
-    for options in ({"kv_cache_dtype": "int8"}, {"block_size": 32}):
+    kinds = [{"kv_cache_dtype": name} for name in ("int8", "int8-values")]
+    for options in (*kinds, {"block_size": 32}):
         with pytest.raises(ValueError, match="another kind of KV cache"):
             tiny_engine(**options).restore(path)
     with pytest.raises(ValueError, match="idle engine"):

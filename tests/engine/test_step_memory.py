@@ -19,7 +19,9 @@ def resolved(**options):
     return EngineConfig(**OPTIONS, **options).resolved(platform="cpu", max_positions=256)
 
 
-@pytest.mark.parametrize(("layers", "kv_cache_dtype"), [(2, "int8"), (10, "auto")])
+@pytest.mark.parametrize(
+    ("layers", "kv_cache_dtype"), [(2, "int8"), (2, "int8-values"), (10, "auto")]
+)
 def test_the_plan_is_what_the_largest_compiled_step_says(layers, kv_cache_dtype):
     model = tiny_model(layers=layers, windows=(None, 32) * (layers // 2))
     config = resolved(kv_cache_dtype=kv_cache_dtype)
@@ -28,7 +30,8 @@ def test_the_plan_is_what_the_largest_compiled_step_says(layers, kv_cache_dtype)
     spec = kv_spec(model.arch, config, num_blocks=50, dtype=dtype)
     scales = None
     if spec.is_compressed:
-        scales = scales_for(calibrate(model.arch, model.params, [[1, 2]], max_len=256), spec.dtype)
+        found = calibrate(model.arch, model.params, [[1, 2]], max_len=256)
+        scales = scales_for(found, spec.dtype, with_keys=spec.key_dtype is None)
     runner = ModelRunner(
         model.arch, model.params, spec, config, max_blocks_per_seq=16, kv_scales=scales
     )

@@ -281,12 +281,14 @@ def test_info_on_a_gpu_leaves_room_for_the_weights(tiny_native, monkeypatch):
 
 
 def test_info_counts_a_compressed_cache_by_its_own_bytes(tiny_native):
-    plain, small = (
+    plain, small, mixed = (
         strict_json(pagedjax("info", str(tiny_native), "--json", *options).stdout)
-        for options in ((), ("--kv-cache-dtype", "fp8"))
+        for options in ((), ("--kv-cache-dtype", "fp8"), ("--kv-cache-dtype", "fp8-values"))
     )
     assert (plain["kv_dtype"], small["kv_dtype"]) == ("float32", "float8_e4m3fn")
     assert small["kv_bytes_per_token"] * 4 == plain["kv_bytes_per_token"]
+    assert mixed["kv_dtype"] == "float32 keys, float8_e4m3fn values"
+    assert mixed["kv_bytes_per_token"] * 8 == plain["kv_bytes_per_token"] * 5
     refused = pagedjax("info", str(tiny_native), "--kv-cache-dtype", "fp4")
     assert (refused.exit_code, "fp4" in refused.stderr) == (2, True)
 
