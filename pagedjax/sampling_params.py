@@ -21,8 +21,8 @@ _MAX_INT32 = 2**31 - 1
 class SamplingParams:
     """How to sample one prompt's completions, and when to stop. Checks itself when it is made.
 
-    Every restriction is applied to the distribution that the one before it left: temperature,
-    then `top_k`, `top_p` and `min_p`.
+    Every restriction is applied to the distribution that the one before it left: penalties,
+    temperature, then `top_k`, `top_p` and `min_p`.
 
     >>> SamplingParams(temperature=0, max_tokens=32, stop="\\n\\n").stop
     ('\\n\\n',)
@@ -35,6 +35,11 @@ class SamplingParams:
             a number above the vocabulary's size.
         top_p: sample among the fewest tokens whose probabilities add up to `top_p`; 1 means all.
         min_p: drop tokens less probable than `min_p` times the most probable one; 0 drops none.
+        repetition_penalty: divides the logits above 0, and multiplies those below, of all tokens
+            that are in the prompt or have been generated; 0.01 to 100, 1 is none.
+        presence_penalty: subtracted from the logits of the tokens that have been generated; -2 to
+            2, 0 is none. The prompt does not count.
+        frequency_penalty: the same, as often as a token has been generated.
         seed: makes the draws repeatable, whatever else runs at the time; None takes a fresh one.
         max_tokens: tokens to generate at most; None means until the text ends by itself or the
             engine's length limit.
@@ -63,6 +68,9 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -83,6 +91,12 @@ class SamplingParams:
         if self.top_p == 0.0:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
         self._store("min_p", _number("min_p", self.min_p, 0.0, 1.0))
+        for name, low, high in (
+            ("repetition_penalty", 0.01, 100.0),
+            ("presence_penalty", -2.0, 2.0),
+            ("frequency_penalty", -2.0, 2.0),
+        ):
+            self._store(name, _number(name, getattr(self, name), low, high))
         self._store("min_tokens", _integer("min_tokens", self.min_tokens, 0, _MAX_INT32))
         for name, low, high in (
             ("seed", 0, 2**32 - 1),
@@ -103,6 +117,12 @@ class SamplingParams:
             raise ValueError(f"cache_salt must be None or a string, got {self.cache_salt!r}")
         self._store("stop", _stop_strings(self.stop))
         self._store("stop_token_ids", _stop_token_ids(self.stop_token_ids))
+
+    @property
+    def is_penalized(self) -> bool:
+        """Whether what has been said changes what is drawn."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0)
 
     def salt_pairs(self) -> tuple[tuple[str, str], ...]:
         """`cache_salt` as the scheduler takes it, apart from salts of other kinds."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
+import numpy as np
+
 from scheduler.block_manager import BlockManager
 from scheduler.config import SchedulerConfig
 from scheduler.plan import Int32, SeqUpdate, StepPlan
@@ -118,6 +120,11 @@ class Scheduler:
         """The live sequences: running, waiting in the order of the queue, then draining."""
         draining = [seq for seq in self._live.values() if seq.status is Status.DRAINING]
         return [*self._queues.running, *self._queues.waiting, *draining]
+
+    def known_tokens(self, request_id: str) -> tuple[Int32, Int32]:
+        """Prompt and generated tokens of a live request, as far as they have been read."""
+        seq = self._by_request_id[request_id]
+        return seq.prompt, np.array(seq.outputs, np.int32)
 
     def add(self, request: Request) -> int:
         """Queue a request.

@@ -9,7 +9,13 @@ import numpy as np
 from pagedjax.engine.block_tables import TableChanges, padded_edits
 from pagedjax.engine.requests import PromptTarget
 from pagedjax.engine.sampling_records import NO_ID
-from pagedjax.engine.step_inputs import DRAWN, UNREPORTED, SamplingLayout, StepLayout
+from pagedjax.engine.step_inputs import (
+    DRAWN,
+    PENALTIES,
+    UNREPORTED,
+    SamplingLayout,
+    StepLayout,
+)
 from scheduler import StepPlan
 
 
@@ -47,6 +53,7 @@ def pack_sampling(
     targets: Sequence[PromptTarget],
     *,
     positions: np.ndarray,
+    seen_rows: np.ndarray,
 ) -> np.ndarray:
     """How a step's rows are drawn, as a fresh sealed vector.
 
@@ -55,6 +62,7 @@ def pack_sampling(
         records: sampling record of each sampled row.
         targets: rows that predict prompt tokens.
         positions: `sampled_positions` of the plan.
+        seen_rows: int32, where the counts of each row's sequence would be, if it has penalties.
     """
     packed = np.zeros(layout.size, np.int32)
     view = layout.views(packed)
@@ -69,4 +77,10 @@ def pack_sampling(
         view["target"][target.row] = target.token_id
     view["banned_ids"][:] = NO_ID
     view["banned_ids"][:rows] = records["stop_ids"]
+    if layout.penalties:
+        view["repetition_penalty"][:] = 1.0
+        for name in PENALTIES:
+            view[name][:rows] = records[name]
+        view["seen_row"][:] = NO_ID
+        view["seen_row"][:rows] = np.where(records["penalized"], seen_rows, NO_ID)
     return layout.sealed(packed)

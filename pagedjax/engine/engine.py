@@ -10,27 +10,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from pagedjax.config import EngineConfig
-from pagedjax.engine.batch import pack_inputs, pack_sampling, sampled_positions
+from pagedjax.engine.batch import pack_inputs
 from pagedjax.engine.beam_search import BeamSearch, num_candidates
 from pagedjax.engine.block_tables import TableMirror
 from pagedjax.engine.compilation_cache import enable_compilation_cache
+from pagedjax.engine.draws import plan_draws
 from pagedjax.engine.in_flight import Done, InFlight
 from pagedjax.engine.kv_pool import blocks_that_fit, keeps_keys, kv_spec, value_dtype
 from pagedjax.engine.kv_scales import KVScales, calibrate, default_sequences, scales_for
 from pagedjax.engine.logprobs import HostSamples
 from pagedjax.engine.lower_tiers import LowerTiers, open_lower_tiers
+from pagedjax.engine.penalties import SeenOwners
 from pagedjax.engine.persistence import recalibrate, resize_pool
 from pagedjax.engine.request_checks import checked_request
-from pagedjax.engine.requests import Completion, LiveRequest, PromptTarget
+from pagedjax.engine.requests import Completion, LiveRequest
 from pagedjax.engine.runner import ModelRunner
 from pagedjax.engine.sampling_records import SamplingRecords
 from pagedjax.engine.scheduler_options import scheduler_config
 from pagedjax.engine.snapshot import restore_snapshot, save_snapshot
 from pagedjax.engine.stats import EngineStats
-from pagedjax.engine.step_inputs import SamplingLayout
 from pagedjax.engine.step_memory import planned_step_bytes
 from pagedjax.models.params import Params
 from pagedjax.outputs import RequestOutput, Timings
@@ -135,6 +134,7 @@ class Engine:
             kv_scales=kv_scales,
         )
         self._tables = TableMirror(sizes.max_num_seqs, sizes.max_blocks_per_seq, sizes.block_size)
+        self._seen = SeenOwners(sizes.max_num_seqs)
         self._in_flight.clear()
         if config.warm_up:
             self._runner.warm_up(progress)
@@ -351,29 +351,29 @@ class Engine:
         for live, _ in members:
             if live.timings.scheduled is None:
                 live.stamp(scheduled=now)
-        positions = sampled_positions(plan)
-        owners = np.repeat(np.arange(len(members)), plan.sample_counts)
-        rows = np.array([completion.record for _, completion in members], np.int64)
-        records = self._records.gather(rows[owners], positions)
-        targets = [
-            PromptTarget(members[owners[row]][0], int(row), int(positions[row]))
-            for row in np.flatnonzero(positions < records["prompt_len"])
-        ]
         bucket = self._runner.buckets.fit(tokens=plan.num_tokens, seqs=len(plan.seqs))
         layout = self._runner.layout(bucket)
         tables = self._tables.changes(plan)
         rest = self._runner.edit_tables(tables.edits, leave=layout.max_edits)
         tables = tables._replace(edits=rest)
         packed = pack_inputs(plan, layout, tables)
-        sampling = None
-        if not records["plain"].all():
-            rows = SamplingLayout(bucket.seqs)
-            sampling = pack_sampling(rows, records, targets, positions=positions)
-        full = bool(targets) or bool((records["reports"] | records["filtered"]).any())
+        draws = plan_draws(
+            plan,
+            members,
+            self._records,
+            num_rows=bucket.seqs,
+            seen=self._seen,
+            seen_rows=tables.rows,
+            known_tokens=self._scheduler.known_tokens,
+        )
+        if draws.reset is not None:
+            self._runner.seen.reset(*draws.reset)
         self._runner.copy_blocks(plan.copies)
-        samples = self._runner.launch(bucket, packed, sampling, full=full)
+        samples = self._runner.launch(
+            bucket, packed, draws.sampling, full=draws.full, penalties=draws.penalties
+        )
         self._steps += 1
-        return InFlight(plan, samples, targets)
+        return InFlight(plan, samples, draws.targets)
 
     def _read_oldest(self) -> Done:
         """Wait for the oldest step, and let the scheduler know its tokens."""

@@ -19,6 +19,7 @@ from pagedjax.engine.block_tables import edit_tables, padded_edits
 from pagedjax.engine.buckets import Bucket, Buckets
 from pagedjax.engine.kv_pool import KVPool, KVSpec
 from pagedjax.engine.kv_scales import KVScales
+from pagedjax.engine.penalties import SeenTokens
 from pagedjax.engine.sampler import SampleOutputs
 from pagedjax.engine.step import redraw, run_step
 from pagedjax.engine.step_inputs import SamplingLayout, StepLayout
@@ -33,10 +34,17 @@ _EDITS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What a compiled redraw depends on: its rows, and whether it does all there is (`sample`)."""
+    """What a compiled redraw depends on: its rows, and what they may want (`sample`).
+
+    Attributes:
+        rows: how many.
+        full: filters and log-probabilities.
+        penalties: penalties, besides these.
+    """
 
     rows: int
     full: bool
+    penalties: bool = False
 
 
 class ModelRunner:
@@ -52,6 +60,7 @@ class ModelRunner:
         kv_scales: of each layer, for a compressed pool.
 
     Attributes:
+        seen: the tokens of sequences with penalties.
         abstract_pool: shapes, dtypes and shardings of the pool's arrays.
         compiles_after_warmup: steps that had to be compiled after `warm_up`; any is a defect.
     """
@@ -93,6 +102,7 @@ class ModelRunner:
             (config.max_num_seqs, max_blocks_per_seq), jnp.int32, device=device
         )
         self._edit_tables: Any = None
+        self.seen = SeenTokens(config.max_num_seqs, arch.vocab, self._drawn.sharding)
         self._compiled: dict[Bucket | Draw, Any] = {}
         self._warm = False
 
@@ -135,7 +145,9 @@ class ModelRunner:
         """
         rows = sorted({bucket.seqs for bucket in self.buckets})
         # Steps first, the largest of them in front: they take longest.
-        keys = [*reversed(list(self.buckets)), *(Draw(n, f) for n in rows for f in (False, True))]
+        kinds = ((False, False), (True, False), (True, True))
+        draws = [Draw(n, full, penalties) for n in rows for full, penalties in kinds]
+        keys = [*reversed(list(self.buckets)), *draws]
         missing = [key for key in keys if key not in self._compiled]
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             for done, (key, code) in enumerate(
@@ -146,6 +158,7 @@ class ModelRunner:
                     progress(done, len(missing))
             list(threads.map(self._copier.compile, self._copier.sizes))
         self._edit_tables = self._compile_edits()
+        self.seen.compile()
         self._warm = True
 
     def compile(self, key: Bucket | Draw) -> Any:
@@ -192,21 +205,23 @@ class ModelRunner:
         return traced.compile(_compiler_options(self._platform, bucket.tokens))
 
     def _compile_draw(self, key: Draw) -> Any:
-        layout = SamplingLayout(key.rows)
+        layout = SamplingLayout(key.rows, key.penalties)
 
-        def draw(logits: jax.Array, drawn: jax.Array, packed: jax.Array):
+        def draw(logits: jax.Array, drawn: jax.Array, packed: jax.Array, seen: jax.Array | None):
             return redraw(
                 logits,
                 drawn,
                 layout.unpack(packed),
+                seen,
                 full=key.full,
                 num_top=min(self._config.max_logprobs, self._arch.vocab),
             )
 
-        traced = jax.jit(draw, donate_argnums=(1,)).lower(
+        traced = jax.jit(draw, donate_argnums=(1, 3)).lower(
             self._abstract((key.rows, self._arch.vocab), np.float32),
             self._abstract(self._drawn.shape, np.int32),
             self._abstract((layout.size,), np.int32),
+            self.seen.abstract if key.penalties else None,
         )
         return traced.compile(_compiler_options(self._platform, key.rows))
 
@@ -269,7 +284,13 @@ class ModelRunner:
         return jax.jit(edit_tables, donate_argnums=(0,)).lower(tables, edits).compile()
 
     def launch(
-        self, bucket: Bucket, packed: np.ndarray, sampling: np.ndarray | None, *, full: bool = False
+        self,
+        bucket: Bucket,
+        packed: np.ndarray,
+        sampling: np.ndarray | None,
+        *,
+        full: bool = False,
+        penalties: bool = False,
     ) -> SampleOutputs:
         """Start a step on the device and return at once.
 
@@ -281,7 +302,9 @@ class ModelRunner:
                 the device may read from it.
             sampling: how to draw its rows, of `SamplingLayout(bucket.seqs)`; None if the argmax is
                 all that is wanted.
-            full: whether any row has a filter or wants log-probabilities.
+            full: whether any row has a filter or penalties, or wants log-probabilities.
+            penalties: whether any row has penalties; `sampling` has them then, and `seen` knows the
+                tokens of their sequences.
 
         Returns:
             Arrays on their way to the host.
@@ -290,8 +313,11 @@ class ModelRunner:
             self._params, self._pool, self._drawn, self._tables, packed, self._kv_scales
         )
         if sampling is not None:
-            draw = self._code(Draw(bucket.seqs, full))
-            self._drawn, outputs = draw(logits, self._drawn, sampling)
+            draw = self._code(Draw(bucket.seqs, full, penalties))
+            seen = self.seen.array if penalties else None
+            self._drawn, outputs, seen = draw(logits, self._drawn, sampling, seen)
+            if penalties:
+                self.seen.array = seen
         for array in jax.tree.leaves(outputs):
             array.copy_to_host_async()
         return outputs

@@ -1,7 +1,7 @@
 """Draw the next token of every row where the argmax is not what is wanted.
 
-Order of the filters is the field's usual one: temperature, top-k, top-p over what top-k left,
-min-p. Reported log-probabilities are of the raw distribution, before any of them.
+The order is the field's usual one: penalties, bans, temperature, top-k, top-p over what top-k
+left, min-p. Reported log-probabilities are of the raw distribution, before any of them.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pagedjax.engine.penalties import penalize
 from pagedjax.engine.step_inputs import SamplingArrays
 
 # Below this the softmax is a step function in float32, and dividing by it may overflow: greedy.
@@ -36,18 +37,27 @@ class SampleOutputs:
 
 
 def sample(
-    logits: Float[Array, "rows vocab"], how: SamplingArrays, *, full: bool, num_top: int
+    logits: Float[Array, "rows vocab"],
+    how: SamplingArrays,
+    seen: Int[Array, "seqs vocab"] | None = None,
+    *,
+    full: bool,
+    num_top: int,
 ) -> SampleOutputs:
     """Draw a token per row.
 
     Args:
         logits: raw, float32.
         how: the rows' parameters.
+        seen: what penalties go by (`pagedjax.engine.penalties`); None if there are none.
         full: whether any row has a filter or wants log-probabilities. Without it both are left
             out; what is drawn is the same.
         num_top: log-probabilities of how many likeliest tokens to report, if `full`.
     """
-    token_ids = _draw(_ban(logits, how.banned_ids), how, filtered=full)
+    allowed = logits
+    if how.penalties is not None and seen is not None:
+        allowed = penalize(allowed, seen, how.penalties)
+    token_ids = _draw(_ban(allowed, how.banned_ids), how, filtered=full)
     if not full:
         return SampleOutputs(token_ids=token_ids)
     target = jnp.where(how.target >= 0, how.target, token_ids)

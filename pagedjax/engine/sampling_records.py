@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pagedjax.engine.sampler import MIN_TEMPERATURE
-from pagedjax.engine.step_inputs import MAX_BANNED_IDS
+from pagedjax.engine.step_inputs import MAX_BANNED_IDS, PENALTIES
 from pagedjax.sampling_params import SamplingParams
 
 NO_ID = np.iinfo(np.int32).max  # beyond every vocabulary, so that banning it does nothing
@@ -22,6 +22,8 @@ RECORD = np.dtype(
         ("prompt_len", np.int32),
         ("min_tokens", np.int32),
         ("reports", np.bool_),  # log-probabilities of generated tokens are wanted
+        *((name, np.float32) for name in PENALTIES),
+        ("penalized", np.bool_),  # one of them is not neutral
         ("filtered", np.bool_),  # top_k, top_p or min_p leave something out
         ("plain", np.bool_),  # greedy, and no log-probabilities wanted at all
         ("stop_ids", np.int32, (MAX_BANNED_IDS,)),
@@ -72,7 +74,11 @@ class SamplingRecords:
         record["filtered"] = not greedy and (
             params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
         )
-        record["plain"] = greedy and params.logprobs is None and params.prompt_logprobs is None
+        for name in PENALTIES:
+            record[name] = getattr(params, name)
+        record["penalized"] = params.is_penalized
+        unreported = params.logprobs is None and params.prompt_logprobs is None
+        record["plain"] = greedy and unreported and not params.is_penalized
         record["stop_ids"] = NO_ID
         if params.min_tokens:
             record["stop_ids"][: len(stop_ids)] = sorted(stop_ids)
@@ -94,10 +100,12 @@ class SamplingRecords:
             positions: position of the token each of them draws.
 
         Returns:
-            A copy, in which `stop_ids` bans nothing where `min_tokens` is reached.
+            A copy, in which `stop_ids` bans nothing where `min_tokens` is reached, and rows that
+            predict prompt tokens are not penalized.
         """
         records = self._table[rows]
         reached = positions - records["prompt_len"] >= records["min_tokens"]
         records["stop_ids"][reached] = NO_ID
         records["plain"] &= reached
+        records["penalized"] &= positions >= records["prompt_len"]
         return records

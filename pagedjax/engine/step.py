@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from pagedjax.engine.kv_pool import KVPool
 from pagedjax.engine.kv_scales import KVScales
+from pagedjax.engine.penalties import count_drawn
 from pagedjax.engine.sampler import SampleOutputs, sample
 from pagedjax.engine.step_inputs import SamplingArrays, StepInputs
 from pagedjax.models.arch import ArchConfig
@@ -123,24 +124,28 @@ def redraw(
     logits: Float[Array, "rows vocab"],
     fed_tokens: Int[Array, " max_seqs"],
     sampling: SamplingArrays,
+    seen: Int[Array, "max_seqs vocab"] | None = None,
     *,
     full: bool,
     num_top: int,
-) -> tuple[Int[Array, " max_seqs"], SampleOutputs]:
+) -> tuple[Int[Array, " max_seqs"], SampleOutputs, Int[Array, "max_seqs vocab"] | None]:
     """Draw the rows of a step as their requests want it. Pure; jit it.
 
     Args:
         logits: from `run_step`.
         fed_tokens: its drawn tokens, to be replaced.
         sampling: how to draw each row.
+        seen: what its penalties go by, if it has any; donate it.
         full: see `sample` (static).
         num_top: see `sample` (static).
 
     Returns:
-        The drawn tokens for the next step, and the rows' outputs.
+        The drawn tokens for the next step, the rows' outputs, and `seen` with what was drawn.
     """
-    outputs = sample(logits, sampling, full=full, num_top=num_top)
-    return _fed(fed_tokens, outputs.token_ids), outputs
+    outputs = sample(logits, sampling, seen, full=full, num_top=num_top)
+    if sampling.penalties is not None and seen is not None:
+        seen = count_drawn(seen, sampling.penalties, outputs.token_ids)
+    return _fed(fed_tokens, outputs.token_ids), outputs, seen
 
 
 def _fed(fed_tokens: Int[Array, " max_seqs"], drawn: Int[Array, " rows"]) -> jax.Array:

@@ -28,9 +28,31 @@ MAX_BANNED_IDS = 16
 # without a copy, and Mosaic GPU kernels take no address that is not a multiple of 256 bytes.
 ALIGNMENT = 256 // 4
 
+# Fields of `SamplingParams` that `PenaltyArrays` has too.
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+
 # Values of `SamplingArrays.target` that are no token.
 DRAWN = -1
 UNREPORTED = -2
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PenaltyArrays:
+    """How each sampled row's sequence is kept from repeating itself.
+
+    Attributes:
+        repetition_penalty: for tokens of prompt and output; 1 is none.
+        presence_penalty: for tokens of the output; 0 is none.
+        frequency_penalty: likewise, for each time.
+        seen_row: the sequence's row of `pagedjax.engine.penalties`; one that is not there for rows
+            without penalties.
+    """
+
+    repetition_penalty: Float[Array, " rows"]
+    presence_penalty: Float[Array, " rows"]
+    frequency_penalty: Float[Array, " rows"]
+    seen_row: Int[Array, " rows"]
 
 
 @jax.tree_util.register_dataclass
@@ -49,6 +71,7 @@ class SamplingArrays:
         target: token whose log-probability is reported; `DRAWN` is the one that is drawn, and
             `UNREPORTED` is none.
         banned_ids: ids that must not be drawn; `vocab` or more is no id.
+        penalties: None if no row has any.
     """
 
     temperature: Float[Array, " rows"]
@@ -60,6 +83,7 @@ class SamplingArrays:
     position: Int[Array, " rows"]
     target: Int[Array, " rows"]
     banned_ids: Int[Array, "rows banned"]
+    penalties: PenaltyArrays | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -201,9 +225,10 @@ class StepLayout(PackedLayout):
 
 @dataclass(frozen=True, slots=True)
 class SamplingLayout(PackedLayout):
-    """The packed `SamplingArrays` of so many rows."""
+    """The packed `SamplingArrays` of so many rows, with penalties or without."""
 
     rows: int
+    penalties: bool = False
 
     def fields(self) -> Iterator[tuple[str, tuple[int, ...], type]]:
         """See `PackedLayout.fields`."""
@@ -212,7 +237,16 @@ class SamplingLayout(PackedLayout):
         for name in ("top_k", "seed", "sample_index", "position", "target"):
             yield name, (self.rows,), np.int32
         yield "banned_ids", (self.rows, MAX_BANNED_IDS), np.int32
+        if self.penalties:
+            for name in PENALTIES:
+                yield name, (self.rows,), np.float32
+            yield "seen_row", (self.rows,), np.int32
 
     def unpack(self, packed: Int[Array, " size"]) -> SamplingArrays:
         """The parameters inside the compiled draw."""
-        return SamplingArrays(**self.arrays(packed))
+        arrays = self.arrays(packed)
+        penalties = None
+        if self.penalties:
+            names = (*PENALTIES, "seen_row")
+            penalties = PenaltyArrays(**{name: arrays.pop(name) for name in names})
+        return SamplingArrays(**arrays, penalties=penalties)

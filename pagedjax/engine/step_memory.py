@@ -32,10 +32,10 @@ def planned_step_bytes(
 ) -> int:
     """Most bytes that an engine's steps take on the device besides weights and KV pool.
 
-    That is the temporary memory of the largest step or redraw, of which one runs at a time, and
-    the outputs of all steps in flight. Neither weights nor pool are needed: the pool is updated in
-    place, so that its size plays no part, and a model of many layers is measured by the straight
-    line through two shallow ones.
+    That is the temporary memory of the largest step or redraw, of which one runs at a time, the
+    outputs of all steps in flight, and what penalties remember. Neither weights nor pool are
+    needed: the pool is updated in place, so that its size plays no part, and a model of many
+    layers is measured by the straight line through two shallow ones.
 
     Args:
         arch: the model.
@@ -47,14 +47,15 @@ def planned_step_bytes(
     runners = [_shallow_runner(arch, config, n, dtype=dtype, device=device) for n in depths]
     buckets = runners[0].buckets
     steps = [buckets.mixed[-1], buckets.decode[-1]]
-    redraw = Draw(max(bucket.seqs for bucket in steps), full=True)
+    redraw = Draw(max(bucket.seqs for bucket in steps), full=True, penalties=True)
     keys: list[Bucket | Draw] = [*steps, redraw]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         jobs = [[threads.submit(runner.compile, key) for runner in runners] for key in keys]
         sizes = [[job.result().memory_analysis() for job in row] for row in jobs]
     temporary = max(_at_depth(row, depths, arch.layers) for row in sizes)
     outputs = [row[-1].output_size_in_bytes - row[-1].alias_size_in_bytes for row in sizes]
-    return temporary + MAX_PLANS_IN_FLIGHT * (max(outputs[:-1]) + outputs[-1])
+    seen = math.prod(runners[-1].seen.abstract.shape) * np.dtype(np.int32).itemsize
+    return temporary + seen + MAX_PLANS_IN_FLIGHT * (max(outputs[:-1]) + outputs[-1])
 
 
 def _at_depth(sizes: Sequence[Any], depths: Sequence[int], layers: int) -> int:

@@ -39,7 +39,9 @@ def test_a_steps_temporary_memory_does_not_grow_with_the_pool(bucket):
     assert large.temp_size_in_bytes < pool_bytes / 4
 
 
-@pytest.mark.parametrize("layout", [StepLayout(Bucket(6, 3, False), 16), SamplingLayout(3)])
+@pytest.mark.parametrize(
+    "layout", [StepLayout(Bucket(6, 3, False), 16), SamplingLayout(3), SamplingLayout(3, True)]
+)
 def test_packed_fields_arrive_where_they_were_written(layout):
     packed = np.zeros(layout.size, np.int32)
     rng = np.random.default_rng(0)
