@@ -8,7 +8,7 @@ from typing import Any
 from convert.source import CheckpointError
 from pagedjax.models.generation import GenerationDefaults
 
-_NUMBERS = ("temperature", "top_k", "top_p", "min_p")
+_NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def read_generation(generation: Mapping[str, Any], config: Mapping[str, Any]) -> GenerationDefaults:

@@ -142,11 +142,12 @@ class SamplingParams:
         Raises:
             ValueError: the checkpoint or `changes` holds an impossible value.
         """
-        settings: dict[str, Any] = {"temperature": 0.0}
+        names = ["repetition_penalty"]
         if defaults.do_sample:
-            stated = {name: getattr(defaults, name) for name in ("top_k", "top_p", "min_p")}
-            stated["temperature"] = defaults.temperature
-            settings = {name: value for name, value in stated.items() if value is not None}
+            names += ["temperature", "top_k", "top_p", "min_p"]
+        settings: dict[str, Any] = {} if defaults.do_sample else {"temperature": 0.0}
+        stated = {name: getattr(defaults, name) for name in names}
+        settings |= {name: value for name, value in stated.items() if value is not None}
         return cls(**{**settings, **changes})
 
 

@@ -19,6 +19,8 @@ class GenerationDefaults:
         top_k: default number of candidates; None leaves the caller's default.
         top_p: default nucleus mass; None leaves the caller's default.
         min_p: default relative probability floor; None leaves the caller's default.
+        repetition_penalty: default penalty on tokens of prompt and output, greedy or not; None
+            leaves the caller's default.
         do_sample: False makes greedy decoding the default.
     """
 
@@ -29,6 +31,7 @@ class GenerationDefaults:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
     do_sample: bool = False
 
     def to_json(self) -> dict[str, Any]:

@@ -272,10 +272,12 @@ def test_every_family_has_a_variant_under_test():
 def test_generation_config_wins_over_config():
     """CV38: the list of end-of-text ids survives."""
     config = {"eos_token_id": 1, "bos_token_id": 5, "temperature": 0.5}
-    read = read_generation({"eos_token_id": [1, 7], "top_k": 20, "do_sample": True}, config)
+    said = {"eos_token_id": [1, 7], "top_k": 20, "do_sample": True, "repetition_penalty": 1.05}
+    read = read_generation(said, config)
     assert read.eos_ids == (1, 7)
     assert (read.bos_id, read.pad_id) == (5, None)
     assert (read.temperature, read.top_k, read.do_sample) == (0.5, 20, True)
+    assert read.repetition_penalty == 1.05
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,14 @@ def test_a_checkpoint_that_samples_brings_its_own_settings_and_changes_win():
     assert changed == SamplingParams(temperature=0.0, top_p=0.9, max_tokens=3)
 
 
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_a_checkpoints_repetition_penalty_holds_for_greedy_decoding_too(do_sample):
+    defaults = GenerationDefaults(do_sample=do_sample, repetition_penalty=1.1)
+    assert SamplingParams.from_generation(defaults).repetition_penalty == 1.1
+    changed = SamplingParams.from_generation(defaults, repetition_penalty=1.0)
+    assert not changed.is_penalized
+
+
 def test_params_cannot_be_changed_behind_the_check():
     with pytest.raises(dataclasses.FrozenInstanceError):
         SamplingParams().temperature = -1  # pyright: ignore[reportAttributeAccessIssue]
