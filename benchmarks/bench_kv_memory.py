@@ -8,7 +8,7 @@ Without a model, on the lengths of a trace (Azure's `.csv` or Mooncake's `.jsonl
   contiguous caches, room for exactly what each request will need.
 - `free_list_*`: what the first of these asks of the block pool, with all requests at once (`full`)
   and with requests at the times of the trace (`timed`), on its two free lists. Blocks given and
-  taken back per second of CPU time, and where they lie.
+  taken back per second of CPU time, and where they lie (`kv_simulation.Layout` defines it).
 - `prefix_*` (traces that tell common prefixes): prompt tokens found in the cache, of those that an
   infinite one would find, by the block manager with requests at the times of the trace, by an LRU
   cache, and by one that knows the future (Belady). The last two keep whole pieces of 512 tokens,
@@ -29,6 +29,7 @@ from scheduler.config import BLOCK_SIZES
 from scheduler.free_lists import BuddyFreeList, StackFreeList
 
 Row = tuple[str, dict[str, Figure]]
+PARTS = ("waste", "free_list", "prefix")
 
 
 def waste(shapes: Sequence[RequestShape], pool_tokens: int, max_seqs: int) -> Iterator[Row]:
@@ -127,18 +128,21 @@ def main() -> None:
     )
     parser.add_argument("--cache-block", type=int, default=128, help="tokens of its blocks")
     parser.add_argument("--token-ms", type=float, default=20.0, help="a request's time per token")
+    parser.add_argument("--parts", choices=PARTS, nargs="+", default=PARTS)
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file")
     args = parser.parse_args()
 
     shapes = trace(args.trace, args.requests)
-    parts = [
-        waste(shapes, args.pool_tokens, args.max_seqs),
-        free_lists(shapes, args.pool_tokens, args.max_seqs, args.token_ms / 1e3),
-    ]
-    if shapes[0].pieces:
-        parts.append(prefixes(shapes, args.caches, args.cache_block, args.token_ms / 1e3))
-    for part in parts:
-        for case, figures in part:
+    token_s = args.token_ms / 1e3
+    rows = {
+        "waste": waste(shapes, args.pool_tokens, args.max_seqs),
+        "free_list": free_lists(shapes, args.pool_tokens, args.max_seqs, token_s),
+        "prefix": prefixes(shapes, args.caches, args.cache_block, token_s),
+    }
+    if not shapes[0].pieces:
+        del rows["prefix"]
+    for part in args.parts:
+        for case, figures in rows.get(part, ()):
             record("kv_memory", case, out=args.out, trace=args.trace.stem, **figures)
 
 

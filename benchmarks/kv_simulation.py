@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -180,19 +180,31 @@ def timed_operations(
 class Layout:
     """How the blocks of a simulation lay, averaged over samples.
 
+    External fragmentation has more than one definition. The index of unusable free space (Gorman
+    and Whitcroft, 2006) is the share of the free memory in runs shorter than what is wanted; the
+    oldest one is the share outside the longest run. Nothing is ever refused for either of them.
+
     Attributes:
         mean_run: blocks per run of neighbours in the tables of running sequences.
         runs_per_seq: runs of a sequence, each of which is one copy when it is moved.
+        free_share: share of the blocks that are free.
+        unusable_8: share of the free blocks in runs of fewer than 8.
+        unusable_64: likewise of fewer than 64.
+        unusable_for_prompts: likewise of fewer than a prompt takes, averaged over all prompts for
+            which enough blocks are free.
+        prompts_without_run: share of these prompts that no single run holds.
         outside_longest_run: share of the free blocks outside the longest free run.
-        in_short_runs: share of the free blocks in runs of fewer than 8.
-        fragments: these blocks as a share of the whole pool: memory that is free, and of no use to
-            who wants neighbours.
+        fragments: free blocks in runs of fewer than 8, as a share of the whole pool.
     """
 
     mean_run: float
     runs_per_seq: float
+    free_share: float
+    unusable_8: float
+    unusable_64: float
+    unusable_for_prompts: float
+    prompts_without_run: float
     outside_longest_run: float
-    in_short_runs: float
     fragments: float
 
 
@@ -214,7 +226,8 @@ def replay_layout(
 ) -> Layout:
     """Where the blocks lie meanwhile, at `samples` moments after the pool has filled up."""
     tables: dict[int, list[int]] = {}
-    rows: list[tuple[float, float, float, float, float]] = []
+    prompts = np.array(list(_first_takes(operations)))
+    rows: list[list[float]] = []
     every = max(len(operations) // samples, 1)
     for at, (seq, units) in enumerate(operations):
         if units:
@@ -225,20 +238,48 @@ def replay_layout(
         if at % every == 0 and at > len(operations) // 10 and tables and len(free):
             used = np.ones(num_blocks, bool)
             used[free.blocks()] = False
-            lengths = _run_lengths(np.flatnonzero(~used))
+            lengths = np.sort(_run_lengths(np.flatnonzero(~used)))
             runs = sum(len(_run_lengths(np.array(table))) for table in tables.values())
             blocks = sum(map(len, tables.values()))
-            short = int(lengths[lengths < 8].sum())
+            fitting = prompts[prompts <= len(free)]
+            short = unusable(lengths, np.array([8, 64]))
             rows.append(
-                (
+                [
                     blocks / runs,
                     runs / len(tables),
-                    1.0 - lengths.max() / lengths.sum(),
-                    short / lengths.sum(),
-                    short / num_blocks,
-                )
+                    len(free) / num_blocks,
+                    *short,
+                    unusable(lengths, fitting).mean() if len(fitting) else 0.0,
+                    (fitting > lengths[-1]).mean() if len(fitting) else 0.0,
+                    1.0 - lengths[-1] / len(free),
+                    short[0] * len(free) / num_blocks,
+                ]
             )
     return Layout(*np.mean(rows, axis=0).tolist())
+
+
+def _first_takes(operations: Sequence[tuple[int, int]]) -> Iterator[int]:
+    """Units that each sequence takes at once when it has none: those of its prompt."""
+    running: set[int] = set()
+    for seq, units in operations:
+        if not units:
+            running.remove(seq)
+        elif seq not in running:
+            running.add(seq)
+            yield units
+
+
+def unusable(lengths: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Share of the free memory in runs shorter than each of `wanted`, 0 to 1.
+
+    Source: Gorman and Whitcroft, The What, The Why and the Where To of Anti-Fragmentation, 2006.
+
+    Args:
+        lengths: of the free runs, ascending.
+        wanted: lengths of runs.
+    """
+    below = np.concatenate([[0], np.cumsum(lengths)])
+    return below[np.searchsorted(lengths, wanted)] / below[-1]
 
 
 def _run_lengths(blocks: np.ndarray) -> np.ndarray:

@@ -41,6 +41,7 @@ class BlockMap:
     def external_fragmentation(self) -> float:
         """Share of the free blocks outside the longest run of free neighbours, 0 to 1.
 
+        The strictest of the usual definitions (`scheduler.free_lists` compares them by numbers).
         No request is refused for it, since the blocks of a sequence may lie anywhere; copies of
         neighbouring blocks are fewer and larger where it is small.
         """

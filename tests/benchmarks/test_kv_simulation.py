@@ -77,6 +77,29 @@ def test_everything_that_is_taken_is_given_back():
         assert layout.runs_per_seq >= 1
 
 
+def test_free_memory_is_unusable_in_runs_shorter_than_wanted():
+    """By hand: runs of 1, 2, 5 and 12 of 20 free blocks."""
+    got = sim.unusable(np.array([1, 2, 5, 12]), np.array([1, 2, 3, 5, 6, 12, 13]))
+    np.testing.assert_allclose(got, [0.0, 0.05, 0.15, 0.15, 0.4, 0.4, 1.0])
+
+
+def test_fragmentation_is_seen_from_the_prompts_of_the_load():
+    """By hand: of blocks 1 to 12, prompts of 4, 2, 4 and 2 take all; the two short ones end.
+
+    Looked at with 7 to 12 free, with 11 and 12, with 5 and 6, and with all four of these.
+    """
+    operations = [(0, 4), (1, 2), (2, 4), (3, 2), (1, 0), (3, 0)]
+    layout = sim.replay_layout(operations, StackFreeList(1, 13), 13, samples=6)
+    assert layout.free_share == pytest.approx((6 + 2 + 2 + 4) / 4 / 13)
+    assert layout.unusable_8 == layout.unusable_64 == 1.0
+    assert layout.fragments == pytest.approx(layout.free_share)
+    # Only at the end is there a prompt (two of the four) with room, but not in one run.
+    assert layout.unusable_for_prompts == layout.prompts_without_run == 0.5 / 4
+    assert layout.outside_longest_run == 0.5 / 4
+    assert layout.mean_run == (6 / 2 + 10 / 3 + 10 / 3 + 8 / 2) / 4
+    assert layout.runs_per_seq == 1.0
+
+
 def test_timed_operations_give_each_request_its_blocks_and_take_them_back():
     shapes = [RequestShape(20, 30, 0.0), RequestShape(16, 1, 0.5), RequestShape(900, 5, 1.0)]
     operations = sim.timed_operations(shapes, units=50, block_size=16, token_s=0.1)
