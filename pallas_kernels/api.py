@@ -152,8 +152,8 @@ def add_rms_norm(
 
     Args:
         x: residual stream `[tokens, dim]`.
-        delta: what a layer adds, like `x`.
-        scale: `[dim]`, of the same dtype.
+        delta: what a layer adds, like `x` or in float32.
+        scale: `[dim]`, of the dtype of `x`.
         eps: added to the mean square.
         implementation: None for the kernel on GPUs and XLA elsewhere.
 
@@ -167,9 +167,10 @@ def add_rms_norm(
         raise ValueError(f"x must be [tokens, dim], got {x.shape}")
     check_shape("delta", delta, x.shape, "[tokens, dim]")
     check_shape("scale", scale, x.shape[1:], "[dim]")
-    if not x.dtype == delta.dtype == scale.dtype:
+    if scale.dtype != x.dtype or delta.dtype not in (x.dtype, jnp.float32):
         raise ValueError(
-            f"x, delta and scale must have one dtype, got {x.dtype}, {delta.dtype}, {scale.dtype}"
+            f"scale must have the dtype of x, {x.dtype}, and delta that or float32; "
+            f"got {scale.dtype} and {delta.dtype}"
         )
     if implementation not in (None, "triton", "xla"):
         raise ValueError(f"{implementation=} is not one of triton, xla")

@@ -78,11 +78,11 @@ def _write_kernel(*refs: Any, num_arrays: int, value_index: int, heads: int) -> 
         for part in power_of_two_parts(ref.shape[2]):
             x = ref[token, head, part]
             target[block, index, head, offset, part] = to_pool_dtype(
-                x, target.dtype, scale, rounded=_rounded
+                x, target.dtype, scale, rounded=rounded_to_integer
             )
 
 
-def _rounded(x: jax.Array) -> jax.Array:
+def rounded_to_integer(x: jax.Array) -> jax.Array:
     """To the nearest integer, ties to even; Pallas Triton has no instruction for it."""
     low = jnp.floor(x)
     above = x - low

@@ -54,7 +54,7 @@ def add_rms_norm(
     x: jax.Array, delta: jax.Array, scale: jax.Array, eps: float
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.add_rms_norm`."""
-    total = x + delta
+    total = (x.astype(jnp.float32) + delta.astype(jnp.float32)).astype(x.dtype)
     wide = total.astype(jnp.float32)
     mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
     return total, (wide * lax.rsqrt(mean_square + eps)).astype(x.dtype) * scale[None]

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pagedjax.layers.attention import WithinSequence
+from pagedjax.layers.attention import Heads, attend_within
 from pagedjax.models.arch import ArchConfig
 from pagedjax.models.kv_calibration import KVCalibration
 from pagedjax.models.params import Params, decoder_from_params
@@ -101,11 +101,10 @@ class ObservedSequence:
     key_sum: Float[Array, "kv_heads head_dim"]
     maxima: Float[Array, "2 kv_heads"]
 
-    def attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None
-    ) -> tuple[jax.Array, ObservedSequence]:
+    def attend(self, heads: Heads, *, window: int | None) -> tuple[jax.Array, ObservedSequence]:
         """See `Memory.attend`."""
-        mixed, _ = WithinSequence().attend(q, k, v, window=window)
+        q, k, v = heads.split()
+        mixed = attend_within(q, k, v, window=window)
         keys, values = k.astype(jnp.float32), v.astype(jnp.float32)
         row = jnp.arange(k.shape[0])[:, None, None]
         real = row < self.num_tokens

@@ -14,9 +14,15 @@ from pagedjax.engine.kv_scales import KVScales
 from pagedjax.engine.penalties import count_drawn
 from pagedjax.engine.sampler import SampleOutputs, sample
 from pagedjax.engine.step_inputs import SamplingArrays, StepInputs
+from pagedjax.layers.attention import Heads
 from pagedjax.models.arch import ArchConfig
 from pagedjax.models.params import Params, decoder_from_params
-from pallas_kernels import Implementation, paged_decode_attention, paged_prefill_attention, write_kv
+from pallas_kernels import (
+    Implementation,
+    paged_decode_attention,
+    paged_prefill_attention,
+    rope_and_write_kv,
+)
 from pallas_kernels.pool_parts import Pool
 
 
@@ -49,17 +55,21 @@ class PagedMemory:
     decode: bool
     implementation: Implementation | None
 
-    def attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None
-    ) -> tuple[jax.Array, "PagedMemory"]:
+    def attend(self, heads: Heads, *, window: int | None) -> tuple[jax.Array, "PagedMemory"]:
         """Write the new keys and values into the pool, then attend through the block tables."""
         how: dict[str, Any] = {"implementation": self.implementation}
         if self.kv_scales is not None:
             how["kv_scales"] = self.kv_scales.scales
-            if self.kv_scales.key_mean is not None:
-                k = k.astype(jnp.float32) - self.kv_scales.key_mean[None]
-                v = v.astype(jnp.float32)
-        pool = write_kv(self.pool, k, v, self.slot_mapping, **how)
+        q, pool = rope_and_write_kv(
+            self.pool,
+            heads.qkv,
+            heads.rotation.cos,
+            heads.rotation.sin,
+            self.slot_mapping,
+            key_mean=self.kv_scales and self.kv_scales.key_mean,
+            **heads.normalisation(),
+            **how,
+        )
         where = (pool, self.block_tables, self.seq_lens)
         if self.decode:
             mixed = paged_decode_attention(q, *where, window=window, **how)

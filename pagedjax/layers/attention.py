@@ -1,7 +1,7 @@
-"""Attention: project, normalise, rotate, attend over whatever memory is given, project back."""
+"""Attention: project, attend over whatever memory is given, project back."""
 
 from dataclasses import dataclass
-from typing import Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from pagedjax.layers.linear import project
 from pagedjax.layers.norms import RMSNorm
 from pagedjax.layers.rope import Rotation
 from pagedjax.models.arch import ArchConfig
+from pallas_kernels import rotary_heads
 
 
 class Memory(Protocol):
@@ -20,15 +21,11 @@ class Memory(Protocol):
     A paged pool, or nothing beyond the sequence itself: attention does not know which.
     """
 
-    def attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None
-    ) -> tuple[jax.Array, Self]:
+    def attend(self, heads: "Heads", *, window: int | None) -> tuple[jax.Array, Self]:
         """Remember the new tokens' keys and values, and attend to all that may be seen.
 
         Args:
-            q: rotated queries `[tokens, q_heads, head_dim]`.
-            k: rotated keys of the same tokens, `[tokens, kv_heads, head_dim]`.
-            v: their values, `[tokens, kv_heads, head_dim]`.
+            heads: of the new tokens.
             window: latest positions that a query sees, itself included; None for all.
 
         Returns:
@@ -37,18 +34,54 @@ class Memory(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """Queries, keys and values as they come out of a layer's product, and what is still to be done.
+
+    A memory does that itself: one that is written to does all of it in one kernel.
+
+    Attributes:
+        qkv: for each key/value head the queries that share it, then its key, then its value.
+        rotation: angles of the tokens.
+        dtype: what the heads are rounded to.
+        q_norm: scales of the normalisation of queries, if there is one.
+        k_norm: of keys; both or neither.
+        eps: added to the mean squares.
+    """
+
+    qkv: Float[Array, "tokens kv_heads group+2 head_dim"]
+    rotation: Rotation
+    dtype: jnp.dtype
+    q_norm: Float[Array, " head_dim"] | None
+    k_norm: Float[Array, " head_dim"] | None
+    eps: float
+
+    def normalisation(self) -> dict[str, Any]:
+        """Arguments of `rotary_heads` and `rope_and_write_kv`."""
+        return {name: getattr(self, name) for name in ("dtype", "q_norm", "k_norm", "eps")}
+
+    def split(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Normalised and rotated `[tokens, q_heads, head_dim]`; `[tokens, kv_heads, head_dim]`."""
+        angles = self.rotation.cos, self.rotation.sin
+        return rotary_heads(self.qkv, *angles, **self.normalisation())
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class WithinSequence:
     """The memory of the plain forward: one whole sequence, attending causally to itself."""
 
-    def attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None
-    ) -> tuple[jax.Array, "WithinSequence"]:
+    def attend(self, heads: Heads, *, window: int | None) -> tuple[jax.Array, "WithinSequence"]:
         """See `Memory.attend`; nothing needs remembering."""
-        reach = None if window is None else (window - 1, 0)
-        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=reach)
-        return mixed, self
+        return attend_within(*heads.split(), window=window), self
+
+
+def attend_within(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None
+) -> Float[Array, "tokens q_heads head_dim"]:
+    """Causal attention of one whole sequence to itself; arguments as `Heads.split` gives them."""
+    reach = None if window is None else (window - 1, 0)
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=reach)
 
 
 MemoryT = TypeVar("MemoryT", bound=Memory)
@@ -84,17 +117,28 @@ class Attention(nnx.Module):
         self.window = window
 
     def __call__(
-        self, x: Float[Array, "tokens embed"], rotate: Rotation, memory: MemoryT
+        self, x: Float[Array, "tokens embed"], rotation: Rotation, memory: MemoryT
     ) -> tuple[Float[Array, "tokens embed"], MemoryT]:
-        """Mix information between tokens; returns the output and the memory as it is now."""
+        """Mix information between tokens.
+
+        Returns:
+            What is to be added to the residual stream, in `product_dtype`, and the memory as it is
+            now.
+        """
         arch = self.arch
-        qkv = project(x, self.qkv[...])  # [tokens, kv_heads, group + 2, head_dim]
+        qkv = project(x, self.qkv[...])
         if arch.qkv_bias:
-            qkv = qkv + self.qkv_bias[...][None]
-        q = qkv[:, :, : arch.group].reshape(-1, arch.q_heads, arch.head_dim)
-        k, v = qkv[:, :, arch.group], qkv[:, :, arch.group + 1]
-        if arch.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        mixed, memory = memory.attend(rotate(q), rotate(k), v, window=self.window)
+            qkv = qkv + self.qkv_bias[...][None].astype(qkv.dtype)
+        heads = Heads(
+            qkv=qkv,
+            rotation=rotation,
+            dtype=x.dtype,
+            q_norm=self.q_norm.scale[...] if arch.qk_norm else None,
+            k_norm=self.k_norm.scale[...] if arch.qk_norm else None,
+            eps=arch.norm_eps,
+        )
+        mixed, memory = memory.attend(heads, window=self.window)
         out = project(mixed, self.out[...], contract=2)
-        return (out + self.out_bias[...][None] if arch.out_bias else out), memory
+        if arch.out_bias:
+            out = out + self.out_bias[...][None].astype(out.dtype)
+        return out, memory

@@ -11,6 +11,16 @@ from jaxtyping import Array, Float
 MANY_TOKENS = 256
 
 
+def product_dtype(tokens: int, dtype: jnp.dtype) -> jnp.dtype:
+    """What a product of activations of this dtype is returned in.
+
+    With few tokens it is float32: so a divided inner dimension is summed up without rounding its
+    parts, a library does not need a kernel of its own to round the sum, and the bytes do not count.
+    With many tokens they do, and the inner dimension is never divided.
+    """
+    return jnp.dtype(jnp.float32) if tokens < MANY_TOKENS else jnp.dtype(dtype)
+
+
 def project(
     x: Float[Array, "tokens ..."],
     weight: Float[Array, "..."],
@@ -24,28 +34,27 @@ def project(
     conversion never transposes. Accumulation is float32; float32 operands are multiplied
     in full float32 on every device (an NVIDIA GPU would otherwise round them to TF32).
 
-    With few tokens the product is asked for in float32, so that parts of a divided inner dimension
-    are not rounded before they are added. With many it is never divided, and a library writes what
-    it is asked for: rounding is left to it, instead of a pass over twice the bytes.
+    The result is rounded to `product_dtype`, which is wider for few tokens: whoever takes it next
+    computes in float32 and rounds what comes of it.
 
     Args:
         x: activations; the last `contract` axes are summed over.
         weight: its last `contract` axes match those of `x`.
         contract: number of axes to sum over.
-        out_dtype: dtype of the result; that of `x` if None.
+        out_dtype: dtype of the result; `product_dtype` if None.
 
     Returns:
         `[tokens, out...]`.
     """
     inner = weight.shape[weight.ndim - contract :]
     outer = weight.shape[: weight.ndim - contract]
-    out_dtype = out_dtype or x.dtype
+    out_dtype = out_dtype or product_dtype(x.shape[0], x.dtype)
     # As plain matrices: XLA copies a weight with several outer or inner axes on every call.
     out = jax.lax.dot_general(
         x.reshape(x.shape[0], math.prod(inner)),
         weight.reshape(math.prod(outer), math.prod(inner)),
         dimension_numbers=(((1,), (1,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32 if x.shape[0] < MANY_TOKENS else out_dtype,
+        preferred_element_type=out_dtype,
     )
-    return out.reshape(x.shape[0], *outer).astype(out_dtype)
+    return out.reshape(x.shape[0], *outer)

@@ -25,7 +25,7 @@ class MLP(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
-        """Apply to each token."""
+        """Apply to each token; the result is in `product_dtype`."""
         gate_up = project(x, self.gate_up[...])
         inner = jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
-        return project(inner, self.down[...])
+        return project(inner.astype(x.dtype), self.down[...])

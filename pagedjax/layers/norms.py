@@ -1,6 +1,5 @@
 """Root-mean-square normalisation."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -17,14 +16,6 @@ class RMSNorm(nnx.Module):
     def __init__(self, dim: int, eps: float, *, dtype: jnp.dtype, axis: str | None = None):
         self.scale = nnx.Param(jnp.ones((dim,), dtype), axes=(axis,))
         self.eps = eps
-
-    def __call__(self, x: Float[Array, "... dim"]) -> Float[Array, "... dim"]:
-        """Normalise the last axis."""
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-        normed = (wide * jax.lax.rsqrt(mean_square + self.eps)).astype(x.dtype)
-        scale = self.scale[...]
-        return normed * scale.reshape((1,) * (x.ndim - 1) + scale.shape)
 
     def add(
         self, x: Float[Array, "tokens dim"], delta: Float[Array, "tokens dim"]

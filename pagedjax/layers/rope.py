@@ -42,10 +42,3 @@ class Rotation:
         freqs = jnp.asarray(inverse_frequencies(rope, head_dim))
         angles = positions.astype(jnp.float32)[:, None] * freqs[None, :]
         return cls(jnp.cos(angles), jnp.sin(angles))
-
-    def __call__(self, x: Float[Array, "tokens heads dim"]) -> Float[Array, "tokens heads dim"]:
-        """Rotate pair (i, i + dim/2) of every head by the token's i-th angle, in float32."""
-        first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-        cos, sin = self.cos[:, None, :], self.sin[:, None, :]
-        turned = (first * cos - second * sin, second * cos + first * sin)
-        return jnp.concatenate(turned, axis=-1).astype(x.dtype)

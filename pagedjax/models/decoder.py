@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from pagedjax.layers.attention import Attention, MemoryT, WithinSequence
-from pagedjax.layers.linear import project
+from pagedjax.layers.linear import product_dtype, project
 from pagedjax.layers.mlp import MLP
 from pagedjax.layers.norms import RMSNorm
 from pagedjax.layers.rope import Rotation
@@ -45,23 +45,25 @@ class Layer(nnx.Module):
         self.mlp_norm = RMSNorm(arch.embed, arch.norm_eps, dtype=dtype, axis="embed")
         self.mlp = MLP(arch, rngs=rngs, dtype=dtype)
 
-    def __call__(self, stream: Stream, rotate: Rotation, memory: MemoryT) -> tuple[Stream, MemoryT]:
+    def __call__(
+        self, stream: Stream, rotation: Rotation, memory: MemoryT
+    ) -> tuple[Stream, MemoryT]:
         """One layer's update of the residual stream, and of its memory."""
         x, normed = self.attention_norm.add(*stream)
-        mixed, memory = self.attention(normed, rotate, memory)
+        mixed, memory = self.attention(normed, rotation, memory)
         x, normed = self.mlp_norm.add(x, mixed)
         return (x, self.mlp(normed)), memory
 
 
 @jax.jit
 def run_layer(
-    layer: Layer, stream: Stream, rotate: Rotation, memory: MemoryT
+    layer: Layer, stream: Stream, rotation: Rotation, memory: MemoryT
 ) -> tuple[Stream, MemoryT]:
-    """`layer(stream, rotate, memory)`, traced once for all layers that are alike.
+    """`layer(stream, rotation, memory)`, traced once for all layers that are alike.
 
     XLA inlines the calls, so this saves tracing and lowering time and changes no step.
     """
-    return layer(stream, rotate, memory)
+    return layer(stream, rotation, memory)
 
 
 class Decoder(nnx.Module):
@@ -113,11 +115,12 @@ class Decoder(nnx.Module):
             The normalised residual stream, ready for `logits`, and the memories as they are now.
         """
         embedded = self.embed.table[...][tokens]
-        stream = jnp.zeros_like(embedded), embedded  # so that the first layer is like all others
-        rotate = Rotation.at(positions, self.arch.rope, self.arch.head_dim)
+        nothing = jnp.zeros(embedded.shape, product_dtype(len(tokens), embedded.dtype))
+        stream = embedded, nothing  # so that the first layer is like all others
+        rotation = Rotation.at(positions, self.arch.rope, self.arch.head_dim)
         after = []
         for layer, memory in zip(self.layers, memories, strict=True):
-            stream, memory = run_layer(layer, stream, rotate, memory)
+            stream, memory = run_layer(layer, stream, rotation, memory)
             after.append(memory)
         return self.norm.add(*stream)[1], after
 

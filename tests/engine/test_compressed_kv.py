@@ -18,7 +18,7 @@ from pagedjax.engine.kv_scales import (
     default_sequences,
     scales_for,
 )
-from pagedjax.layers.attention import WithinSequence
+from pagedjax.layers.attention import attend_within
 from pagedjax.loading import read_kv_calibration, write_kv_calibration
 from pagedjax.models import RopeConfig, decoder_from_params
 from pagedjax.models.kv_calibration import KVCalibration
@@ -57,7 +57,8 @@ class RoundedSequence:
     layer: KVScales
     kv_cache_dtype: str
 
-    def attend(self, q, k, v, *, window):
+    def attend(self, heads, *, window):
+        q, k, v = heads.split()
         k_scale, v_scale = np.asarray(self.layer.scales)
         dtype, _, values_only = self.kv_cache_dtype.partition("-")
         assert (self.layer.key_mean is None) == bool(values_only)
@@ -66,7 +67,7 @@ class RoundedSequence:
             k = rounded(np.asarray(k) - mean, k_scale, dtype) + mean
         v = rounded(np.asarray(v), v_scale, dtype)
         k, v = jnp.asarray(k, jnp.float32), jnp.asarray(v, jnp.float32)
-        return WithinSequence().attend(q, k, v, window=window)[0], self
+        return attend_within(q, k, v, window=window), self
 
 
 jax.tree_util.register_pytree_node(

@@ -43,6 +43,16 @@ def test_the_sum_is_what_is_normalised(run, rows, dim, dtype):
     assert np.allclose(np.asarray(normed).astype(np.float64), wanted, rtol=tolerance, atol=1e-6)
 
 
+@pytest.mark.parametrize("run", [interpreted, in_xla])
+def test_what_is_added_may_be_wider_and_is_not_rounded_before(run):
+    x, _, scale = inputs(3, 64, jnp.bfloat16)
+    delta = jnp.full((3, 64), 2.0**-10, jnp.float32) * x.astype(jnp.float32) + 0.3
+    total, normed = run(x, delta, scale)
+    assert total.dtype == normed.dtype == jnp.bfloat16
+    exact = np.asarray(x).astype(np.float64) + np.asarray(delta).astype(np.float64)
+    assert (np.asarray(total) == exact.astype(np.float32).astype(total.dtype)).all()
+
+
 def test_its_gradient_is_that_of_the_two_operations():
     args = inputs(4, 48, jnp.float32)
 
@@ -89,7 +99,8 @@ def test_the_device_of_the_arrays_decides(monkeypatch):
         ({"delta": jnp.zeros((2, 8))}, r"delta must be .* = \(2, 4\), got \(2, 8\)"),
         ({"scale": jnp.zeros(8)}, r"scale must be .* = \(4,\), got \(8,\)"),
         ({"x": jnp.zeros(4)}, r"x must be \[tokens, dim\], got \(4,\)"),
-        ({"scale": jnp.zeros(4, jnp.bfloat16)}, "one dtype, got float32, float32, bfloat16"),
+        ({"scale": jnp.zeros(4, jnp.bfloat16)}, "float32; got bfloat16 and float32"),
+        ({"delta": jnp.zeros((2, 4), jnp.bfloat16)}, "float32; got float32 and bfloat16"),
         ({"implementation": "mosaic"}, "is not one of triton, xla"),
     ],
 )

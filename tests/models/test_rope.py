@@ -6,6 +6,7 @@ import pytest
 
 from pagedjax.layers.rope import Rotation, inverse_frequencies
 from pagedjax.models import Llama3Scaling, RopeConfig
+from pallas_kernels import rotary_heads
 
 
 def llama3(factor):
@@ -38,7 +39,11 @@ def test_rotation_is_multiplication_by_a_complex_phase():
     x = rng.normal(size=(4, 3, head_dim)).astype(np.float32)
     half = head_dim // 2
     phase = np.exp(1j * positions[:, None] * 1e4 ** -(np.arange(half) / half))
-    turned = (x[..., :half] + 1j * x[..., half:]) * phase[:, None]
-    got = Rotation.at(jnp.asarray(positions), rope, head_dim)(jnp.asarray(x))
+    turned = (x[:, :2, :half] + 1j * x[:, :2, half:]) * phase[:, None]
+    rotation = Rotation.at(jnp.asarray(positions), rope, head_dim)
+    qkv = jnp.asarray(x)[:, None]  # one query, one key, one value
+    got = jnp.concatenate(
+        rotary_heads(qkv, rotation.cos, rotation.sin, dtype=jnp.float32)[:2], axis=1
+    )
     wanted = np.concatenate([turned.real, turned.imag], axis=-1)
     assert np.abs(np.asarray(got) - wanted).max() < 1e-3  # float32 angles at position 1000
