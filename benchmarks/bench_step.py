@@ -212,20 +212,9 @@ def measure(
 
 
 def profiled(launch: Callable[[], SampleOutputs], steps: int) -> dict[str, Any]:
-    """Idle time with CUDA graphs traced whole, kernels with each traced; see `device_profile`."""
+    """See `device_profile`."""
     steps += 1  # the one that `saturated_seconds` waits for first
-
-    def run() -> None:
-        saturated_seconds(launch, steps - 1)
-
-    whole = profile_device(run, whole_graphs=True).figures(steps)
-    kernels = profile_device(run).figures(steps)
-    return {
-        **kernels,
-        "idle_share": whole["idle_share"],
-        "idle_share_by_kernel": kernels["idle_share"],
-        "device_step_us": whole["profiled_step_us"],
-    }
+    return profile_device(lambda: saturated_seconds(launch, steps - 1)).figures(steps)
 
 
 def options() -> argparse.ArgumentParser:

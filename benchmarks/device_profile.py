@@ -3,11 +3,10 @@
     profile = profile_device(lambda: run_steps(50))
     print(profile.idle_share, profile.kernels[:10])
 
-Idle is the time between the first and the last kernel in which none ran. Copies between host and
-device do not count as work. Whoever looks disturbs: inside a CUDA graph every traced kernel starts
-some tenths of a microsecond later. `whole_graphs` traces a graph as one event instead, which leaves
-its speed alone: take idle time between steps from that, and names from the other. On a CPU, for dry
-runs, the operations of the compiled programs stand in for kernels.
+Whoever looks disturbs: inside a CUDA graph every traced kernel starts a little later. So only gaps
+of more than `WAIT_US` between kernels count as idle: then the device waits for the host. The others
+are `gap_share`, and mostly the profiler's. Copies between host and device do not count as work. On
+a CPU, for dry runs, the operations of the compiled programs stand in for kernels.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ import jax
 from jax.profiler import ProfileData
 
 HOST_COPIES = ("MemcpyH2D", "MemcpyD2H")
+WAIT_US = 10.0
 Event = tuple[str, float, float]  # name, start and end in nanoseconds
 
 
@@ -43,19 +43,26 @@ class DeviceProfile:
     Attributes:
         window_us: from the start of the first kernel to the end of the last.
         busy_us: of that, time in which at least one kernel ran.
+        waiting_us: of that, gaps of more than `WAIT_US` in which none ran.
         host_copies_us: time of copies between host and device, which may run beside kernels.
         kernels: by total time, longest first.
     """
 
     window_us: float
     busy_us: float
+    waiting_us: float
     host_copies_us: float
     kernels: list[Kernel]
 
     @property
     def idle_share(self) -> float:
-        """Share of the window in which no kernel ran, 0 to 1."""
-        return 1 - self.busy_us / self.window_us
+        """Share of the window in which the device had nothing to do, 0 to 1."""
+        return self.waiting_us / self.window_us
+
+    @property
+    def gap_share(self) -> float:
+        """Share of the window in the other gaps between kernels."""
+        return 1 - (self.busy_us + self.waiting_us) / self.window_us
 
     @property
     def num_kernels(self) -> int:
@@ -67,6 +74,7 @@ class DeviceProfile:
         return {
             "profiled_step_us": round(self.window_us / steps, 1),
             "idle_share": round(self.idle_share, 4),
+            "gap_share": round(self.gap_share, 4),
             "host_copies_us": round(self.host_copies_us / steps, 2),
             "kernels_per_step": round(self.num_kernels / steps, 1),
             "top_kernels": [
@@ -80,14 +88,11 @@ class DeviceProfile:
         }
 
 
-def profile_device(
-    fn: Callable[[], object], *, whole_graphs: bool = False, keep: Path | None = None
-) -> DeviceProfile:
+def profile_device(fn: Callable[[], object], *, keep: Path | None = None) -> DeviceProfile:
     """Run `fn` under the profiler.
 
     Args:
         fn: what to run, compiled before; arrays that it returns are waited for.
-        whole_graphs: trace a CUDA graph as one kernel instead of each kernel inside.
         keep: leave the trace in this directory, for a viewer.
 
     Raises:
@@ -96,8 +101,6 @@ def profile_device(
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     options.host_tracer_level = 1
-    if whole_graphs and jax.default_backend() == "gpu":
-        options.advanced_configuration = {"gpu_enable_cupti_activity_graph_trace": True}
     with tempfile.TemporaryDirectory() as scratch:
         directory = keep or Path(scratch)
         with jax.profiler.trace(str(directory), profiler_options=options):
@@ -163,14 +166,17 @@ def summary(events: Iterable[Event]) -> DeviceProfile:
             kernels[re.sub(r"([._]\d+)+$", "", name)].append(end - start)
     if not spans:
         raise ValueError("got a trace without kernels")
-    busy, until = 0.0, -float("inf")
+    busy, waiting, until = 0.0, 0.0, min(spans)[0]
     for start, end in sorted(spans):
         busy += max(0.0, end - max(start, until))
+        if start - until > WAIT_US * 1e3:
+            waiting += start - until
         until = max(until, end)
     totals = [Kernel(name, len(laps), sum(laps) / 1e3) for name, laps in kernels.items()]
     return DeviceProfile(
         window_us=(until - min(spans)[0]) / 1e3,
         busy_us=busy / 1e3,
+        waiting_us=waiting / 1e3,
         host_copies_us=host_copies / 1e3,
         kernels=sorted(totals, key=lambda kernel: -kernel.total_us),
     )

@@ -4,9 +4,8 @@
     python -m benchmarks.profile_steps --shape tiny --dtype float32 --sequences 4 --skip 4 --steps 6
 
 `--sequences` requests of random prompts start together on an engine with random weights. After
-`--skip` steps come two stretches of `--steps` steps under the profiler: the first with CUDA graphs
-traced whole, for the idle share; the second kernel by kernel, for what takes the time. Before them,
-as many steps without the profiler say how much it slows the run down. One JSON line.
+`--skip` steps come `--steps` steps under the profiler. Before them, as many steps without it say
+how much it slows the run down. One JSON line.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from benchmarks.request_lists import longest, random_prompts
 from benchmarks.workloads import RequestShape
 from pagedjax.engine.engine import Engine
 
-STRETCHES = 3  # of --steps steps: without profiler, graphs whole, kernel by kernel
+STRETCHES = 2  # of --steps steps: without the profiler, and under it
 
 
 def start(engine: Engine, shapes: list[RequestShape], skip: int) -> None:
@@ -47,17 +46,13 @@ def run_steps(engine: Engine, steps: int) -> float:
 
 
 def figures(engine: Engine, steps: int) -> dict[str, Any]:
-    """The three stretches, one after another."""
+    """The stretches, one after another."""
     plain = run_steps(engine, steps)
     running = engine.stats().num_running
-    whole = profile_device(lambda: run_steps(engine, steps), whole_graphs=True).figures(steps)
     kernels = profile_device(lambda: run_steps(engine, steps)).figures(steps)
     return {
         **kernels,
-        "idle_share": whole["idle_share"],
-        "idle_share_by_kernel": kernels["idle_share"],
         "step_us": round(plain / steps * 1e6, 1),
-        "profiled_whole_step_us": whole["profiled_step_us"],
         "running_at_start": running,
         "running_at_end": engine.stats().num_running,
         "preemptions": engine.stats().preemptions,
@@ -69,7 +64,7 @@ def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--prompt-len", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=100, help="per stretch, of which there are 3")
+    parser.add_argument("--steps", type=int, default=100, help="per stretch, of which there are 2")
     parser.add_argument("--skip", type=int, default=150, help="steps before, prefill among them")
     add_engine_options(parser)
     return parser
