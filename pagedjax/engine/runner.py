@@ -76,7 +76,8 @@ class ModelRunner:
         kv_scales: Sequence[KVScales] | None = None,
     ):
         assert config.max_num_seqs and config.max_num_batched_tokens and config.bucket_growth
-        self._params = dict(params)
+        self._names = tuple(params)
+        self._params = tuple(params.values())  # quicker to hand over than by name, each step
         self.buckets = Buckets(
             max_seqs=config.max_num_seqs,
             max_tokens=config.max_num_batched_tokens,
@@ -86,7 +87,7 @@ class ModelRunner:
         self._arch = arch
         self._spec = spec
         self._config = config
-        device = next(iter(self._params["embed.table"].sharding.device_set))
+        device = next(iter(params["embed.table"].sharding.device_set))
         self._platform: str = device.platform
         self._pool: KVPool = spec.create(device)
         self.abstract_pool: Any = jax.tree.map(
@@ -109,7 +110,7 @@ class ModelRunner:
     @property
     def params(self) -> Params:
         """What the next step computes with."""
-        return self._params
+        return dict(zip(self._names, self._params, strict=True))
 
     @property
     def kv_scales(self) -> list[KVScales] | None:
@@ -126,11 +127,12 @@ class ModelRunner:
         Raises:
             ValueError: a name, shape, dtype or device differs from the present ones.
         """
-        for name in self._params.keys() | params.keys():
-            old, new = (_described(p.get(name)) for p in (self._params, params))
+        present = self.params
+        for name in present.keys() | params.keys():
+            old, new = (_described(p.get(name)) for p in (present, params))
             if old != new:
                 raise ValueError(f"{name}: got {new}, wanted {old}")
-        self._params = dict(params)
+        self._params = tuple(params[name] for name in self._names)
 
     def set_kv_scales(self, kv_scales: Sequence[KVScales]) -> None:
         """Write and read a compressed pool with other scales; what it holds loses its meaning."""
@@ -173,7 +175,7 @@ class ModelRunner:
         layout = self.layout(bucket)
 
         def step(
-            params: Params,
+            params: tuple[jax.Array, ...],
             pool: KVPool,
             drawn: jax.Array,
             tables: jax.Array,
@@ -183,7 +185,7 @@ class ModelRunner:
             inputs, tables = layout.unpack(packed, tables)
             pool, drawn, logits, outputs = run_step(
                 self._arch,
-                params,
+                dict(zip(self._names, params, strict=True)),
                 pool,
                 drawn,
                 inputs,
@@ -195,7 +197,7 @@ class ModelRunner:
 
         abstract = self._abstract
         traced = jax.jit(step, donate_argnums=(1, 2, 3)).lower(
-            {name: abstract(x.shape, x.dtype) for name, x in self._params.items()},
+            tuple(abstract(x.shape, x.dtype) for x in self._params),
             self.abstract_pool,
             abstract(self._drawn.shape, np.int32),
             abstract(self._tables.shape, np.int32),
