@@ -1,5 +1,6 @@
 """The benchmark of the scheduler, its workloads and its records."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from benchmarks import bench_scheduler
 from benchmarks.record import record
 from benchmarks.workloads import RequestShape, azure_trace, synthetic
-from scheduler import SchedulerConfig
+from scheduler import Request, Scheduler, SchedulerConfig, StopRules
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
@@ -74,3 +75,30 @@ def test_the_simulation_serves_every_token_of_the_workload():
 def test_the_decode_case_times_full_steps():
     figures = bench_scheduler.bench_decode(3, 20, prefix_caching=True)
     assert figures["median_us_per_step"] >= figures["median_us_per_seq"] > 0
+
+
+def test_the_cost_of_prefix_caching_is_that_of_the_same_steps():
+    decode = bench_scheduler.caching_cost_of_decode(3, 40)
+    assert (decode["steps"], decode["mean_seqs_per_step"]) == (40, 3.0)
+    shapes = synthetic(40, max_len=400)
+    config = SchedulerConfig(num_blocks=900, max_model_len=400, max_num_seqs=8)
+    for figures in (decode, bench_scheduler.caching_cost_of_trace(shapes, config)):
+        added = figures["with_us_per_step"] - figures["without_us_per_step"]
+        assert figures["added_us_per_step"] == pytest.approx(added, abs=0.02)
+        assert figures["one_percent_ms"] == pytest.approx(added * 1e-3 / 0.01, abs=2e-3)
+
+
+def test_the_cost_is_refused_where_a_prefix_is_found():
+    config = SchedulerConfig(
+        num_blocks=900, max_model_len=400, max_num_seqs=1
+    )  # one after the other
+    clocks = {}
+    for caching in (False, True):
+        scheduler = Scheduler(dataclasses.replace(config, prefix_caching=caching))
+        clocks[caching] = bench_scheduler.Clock(scheduler)
+        for name in "ab":
+            rules = StopRules(max_tokens=3)
+            scheduler.add(Request(request_id=name, prompt_token_ids=[5] * 100, stop=rules))
+    loops = {name: bench_scheduler.decoding(clock, 12) for name, clock in clocks.items()}
+    with pytest.raises(AssertionError, match="not the same steps|a prefix was found"):
+        bench_scheduler.bench_caching_cost(clocks, loops)
