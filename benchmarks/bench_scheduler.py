@@ -54,7 +54,7 @@ class Clock:
         self._unread = plan
         if plan is not None:
             self.step_us.append(elapsed_ns / 1e3)
-            self.step_seqs.append(len(plan.seqs))
+            self.step_seqs.append(plan.num_seqs)
             self.num_tokens += plan.num_tokens
         return plan
 

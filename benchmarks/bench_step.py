@@ -46,7 +46,7 @@ from pagedjax.engine.logprobs import HostSamples
 from pagedjax.engine.runner import ModelRunner
 from pagedjax.engine.sampler import SampleOutputs
 from pagedjax.loading import LoadedModel
-from scheduler import ScheduledSeq, StepPlan
+from scheduler import StepPlan
 
 BURST = 4  # launches that no queue holds up
 
@@ -100,9 +100,9 @@ def decode_plan(case: Case, *, num_blocks: int, block_size: int, max_blocks: int
     rows, ones = np.arange(case.batch, dtype=np.int32), np.ones(case.batch, np.int32)
     start = case.context - 1
     return StepPlan(
-        seqs=[ScheduledSeq(row, str(row), start, 1, 1, row, row) for row in range(case.batch)],
+        seq_ids=rows.tolist(), request_ids=[str(row) for row in rows],
         token_ids=np.zeros(case.batch, np.int32), block_tables=tables, starts=ones * start,
-        counts=ones, sample_counts=ones, feed_rows=rows, num_tokens=case.batch,
+        counts=ones, sample_counts=ones, feed_rows=rows, drawn_rows=rows, num_tokens=case.batch,
         num_samples=case.batch, num_decodes=case.batch, preempted=(),
         copies=np.zeros((0, 2), np.int32),
     )  # fmt: skip

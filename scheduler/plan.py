@@ -43,28 +43,31 @@ class StepPlan:
     """What one step computes.
 
     Decode rows come first: the sequences with exactly one token and one sample row. Tokens and
-    sample rows are laid out sequence after sequence in the order of `seqs`. The columns of
-    `seqs` are there as arrays too, so that the engine fills its inputs without a Python loop.
+    sample rows are laid out sequence after sequence. What a plan says of its sequences it keeps in
+    columns, which are quick to make and to use; `seqs` puts them together again.
 
     Attributes:
-        seqs: the sequences of the step.
+        seq_ids: `ScheduledSeq.seq_id` of the sequences of the step.
+        request_ids: `ScheduledSeq.request_id`.
         token_ids: int32[num_tokens], 0 in the place of a token that is fed on the device.
-        block_tables: int32[len(seqs), max_blocks_per_seq], padded with the null block 0; a copy
+        block_tables: int32[num_seqs, max_blocks_per_seq], padded with the null block 0; a copy
             that nothing changes later. May already name blocks behind the tokens of this step.
         copies: int32[num_copies, 2], (source, destination) blocks to copy before anything of the
             step is written, all sources read before any destination is written. No block is a
             destination twice. See `BlockManager.fork`.
-        starts: int32[len(seqs)], `ScheduledSeq.start`.
-        counts: int32[len(seqs)], `ScheduledSeq.num_tokens`.
-        sample_counts: int32[len(seqs)], `ScheduledSeq.num_samples`.
-        feed_rows: int32[len(seqs)], `ScheduledSeq.feed_row`.
+        starts: int32[num_seqs], `ScheduledSeq.start`.
+        counts: int32[num_seqs], `ScheduledSeq.num_tokens`.
+        sample_counts: int32[num_seqs], `ScheduledSeq.num_samples`.
+        feed_rows: int32[num_seqs], `ScheduledSeq.feed_row`.
+        drawn_rows: int32[num_seqs], `ScheduledSeq.sample_row`.
         num_tokens: tokens of the step.
         num_samples: sample rows of the step.
         num_decodes: leading sequences that are decode rows.
         preempted: ids of the sequences that lost their blocks while this plan was made.
     """
 
-    seqs: list[ScheduledSeq]
+    seq_ids: list[int]
+    request_ids: list[str]
     token_ids: Int32
     block_tables: Int32
     copies: Int32
@@ -72,17 +75,31 @@ class StepPlan:
     counts: Int32
     sample_counts: Int32
     feed_rows: Int32
+    drawn_rows: Int32
     num_tokens: int
     num_samples: int
     num_decodes: int
     preempted: tuple[int, ...]
 
+    @property
+    def num_seqs(self) -> int:
+        """Sequences of the step."""
+        return len(self.seq_ids)
+
+    @property
+    def seqs(self) -> list[ScheduledSeq]:
+        """The sequences of the step, each with its share; put together at every call."""
+        columns = (self.starts, self.counts, self.sample_counts, self.feed_rows, self.drawn_rows)
+        shares = zip(*(column.tolist() for column in columns), strict=True)
+        names = zip(self.seq_ids, self.request_ids, strict=True)
+        return [ScheduledSeq(*name, *share) for name, share in zip(names, shares, strict=True)]
+
     def seq_lens(self) -> Int32:
-        """Positions of each sequence in the cache after the step, int32[len(seqs)]."""
+        """Positions of each sequence in the cache after the step, int32[num_seqs]."""
         return self.starts + self.counts
 
     def query_start(self) -> Int32:
-        """Sequence `s` owns tokens `[s] : [s + 1]` of the step, int32[len(seqs) + 1]."""
+        """Sequence `s` owns tokens `[s] : [s + 1]` of the step, int32[num_seqs + 1]."""
         return _offsets(self.counts)
 
     def positions(self) -> Int32:
@@ -96,7 +113,7 @@ class StepPlan:
         A slot is `block * block_size + offset in the block`.
         """
         positions = self.positions()
-        owner = np.repeat(np.arange(len(self.seqs), dtype=np.int32), self.counts)
+        owner = np.repeat(np.arange(self.num_seqs, dtype=np.int32), self.counts)
         blocks = self.block_tables[owner, positions // block_size]
         return blocks * np.int32(block_size) + positions % block_size
 
@@ -117,6 +134,7 @@ class SeqUpdate(NamedTuple):
         finish_reason: None while the sequence goes on.
         stop_token_id: the token that ended it, if one did.
         num_cached_tokens: prompt tokens that were found in the prefix cache.
+        sample_row: sample row of the plan that the news is of; -1 when it is of none.
     """
 
     seq_id: int
@@ -125,6 +143,7 @@ class SeqUpdate(NamedTuple):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
+    sample_row: int = -1
 
 
 def _offsets(counts: Int32) -> Int32:

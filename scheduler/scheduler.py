@@ -74,7 +74,7 @@ class Scheduler:
         self._live: dict[int, Sequence] = {}
         self._by_request_id: dict[str, Sequence] = {}
         self._queues = Queues()
-        self._in_flight: deque[StepPlan] = deque()
+        self._in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
         self._num_preemptions = self._num_swaps = 0
 
     @property
@@ -204,7 +204,7 @@ class Scheduler:
                 self._admit_waiting(step)
         plan = step.build(self.blocks, preempted)
         if plan is not None:
-            self._in_flight.append(plan)
+            self._in_flight.append((plan, step.seqs))
             self._drain(step.ending)
         return plan
 
@@ -222,23 +222,19 @@ class Scheduler:
         Raises:
             ValueError: another plan has to come first, or the number of tokens is wrong.
         """
-        if not self._in_flight or self._in_flight[0] is not plan:
+        if not self._in_flight or self._in_flight[0][0] is not plan:
             raise ValueError("plans are updated once each, in the order in which they were made")
         if token_ids.shape != (plan.num_samples,):
             raise ValueError(f"got tokens of shape {token_ids.shape}, want ({plan.num_samples},)")
-        self._in_flight.popleft()
+        _, seqs = self._in_flight.popleft()
         tokens: list[int] = token_ids.tolist()
+        rows: list[int] = plan.drawn_rows.tolist()
         updates: list[SeqUpdate] = []
-        for planned in plan.seqs:
-            seq = self._live.get(planned.seq_id)
-            if seq is None:
+        for seq, row in zip(seqs, rows, strict=True):
+            if seq.status is Status.FINISHED:
                 continue
-            if planned.sample_row >= 0 and seq.request.beam:
-                seq.num_written = seq.num_computed  # no newer plan has it
-                name, cached = planned.request_id, seq.num_cached_tokens or 0
-                updates.append(SeqUpdate(seq.seq_id, name, [], num_cached_tokens=cached))
-            elif planned.sample_row >= 0:
-                updates.append(self._take_in(seq, tokens[planned.sample_row]))
+            if row != NO_ROW:
+                updates.append(self._take_in(seq, row, tokens[row]))
             self.blocks.index_full_blocks(seq)
             if self.config.window is not None:
                 self.blocks.give_up_passed(seq)
@@ -259,7 +255,7 @@ class Scheduler:
                 beam; nothing has changed.
         """
         choices = list(choices)
-        planned = {share.seq_id for plan in self._in_flight for share in plan.seqs}
+        planned = {seq_id for plan, _ in self._in_flight for seq_id in plan.seq_ids}
         pairs = [
             (self._held(c.request_id, planned), self._held(c.parent_id, planned)) for c in choices
         ]
@@ -286,25 +282,22 @@ class Scheduler:
         seq.outputs = was.outputs[:]
         seq.num_known = was.num_known
 
-    def _take_in(self, seq: Sequence, token: int) -> SeqUpdate:
-        """Append a token, and end the sequence if that was its last."""
+    def _take_in(self, seq: Sequence, row: int, token: int) -> SeqUpdate:
+        """Append a token, and end the sequence if that was its last; a beam only waits for one."""
+        request, cached = seq.request, seq.num_cached_tokens or 0
+        if request.beam:
+            seq.num_written = seq.num_computed  # no newer plan has it
+            return SeqUpdate(seq.seq_id, request.request_id, [], None, None, cached, row)
         seq.append(token)
         reason = stop_token = None
-        stop = seq.request.stop
+        stop = request.stop
         if token in stop.stop_token_ids and len(seq.outputs) > stop.min_tokens:
             reason, stop_token = FinishReason.STOP, token
         elif seq.num_known >= seq.limit:
             reason = FinishReason.LENGTH
         if reason is not None:
             self._end(seq)
-        return SeqUpdate(
-            seq.seq_id,
-            seq.request.request_id,
-            [token],
-            reason,
-            stop_token,
-            seq.num_cached_tokens or 0,
-        )
+        return SeqUpdate(seq.seq_id, request.request_id, [token], reason, stop_token, cached, row)
 
     def _make_way(self) -> list[Sequence]:
         """Let waiting sequences run in place of strictly less urgent ones; return the latter."""

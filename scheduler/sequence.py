@@ -47,6 +47,7 @@ class Sequence:
         request: what was asked for.
         seq_id: identity, increasing in order of arrival.
         prompt: int32[prompt_len], read-only.
+        prompt_len: its length.
         outputs: generated tokens that are known, int32.
         limit: most tokens it may have, prompt included.
         num_known: prompt and output tokens that are known.
@@ -98,6 +99,7 @@ class Sequence:
         "pending_row",
         "prompt",
         "prompt_keys",
+        "prompt_len",
         "request",
         "row",
         "salt",
@@ -113,6 +115,7 @@ class Sequence:
         self.request = request
         self.seq_id = seq_id
         self.prompt = prompt
+        self.prompt_len = len(prompt)
         self.outputs = array("i")
         self.limit = min(len(prompt) + request.stop.max_tokens, max_seq_len)
         self.num_known = len(prompt)

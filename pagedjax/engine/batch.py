@@ -35,7 +35,7 @@ def pack_inputs(plan: StepPlan, layout: StepLayout, tables: TableChanges) -> np.
     """
     packed = np.zeros(layout.size, np.int32)
     view = layout.views(packed)
-    seqs = len(plan.seqs)
+    seqs = plan.num_seqs
     view["token_ids"][: plan.num_tokens] = plan.token_ids
     view["table_rows"][:seqs] = tables.rows
     view["table_edits"][:] = padded_edits(tables.edits, layout.max_edits)

@@ -47,7 +47,7 @@ class TableMirror:
 
         Only entries that the step looks at are compared: a sequence's blocks up to its last token.
         """
-        rows = np.array(self._rows_of([seq.seq_id for seq in plan.seqs]), np.int32)
+        rows = np.array(self._rows_of(plan.seq_ids), np.int32)
         used = -(-plan.seq_lens() // self._block_size)
         width = int(used.max(initial=0))
         wanted = plan.block_tables[:, :width]

@@ -67,11 +67,10 @@ def plan_draws(
     sampling = reset = None
     penalized = owners[records["penalized"]]  # each sequence once: the last of its rows
     if len(penalized):
-        seqs = [plan.seqs[index] for index in penalized]
         reset = seen.take(
             seen_rows[penalized],
-            np.array([seq.seq_id for seq in seqs], np.int64),
-            lambda index: known_tokens(seqs[index].request_id),
+            np.array(plan.seq_ids, np.int64)[penalized],
+            lambda index: known_tokens(plan.request_ids[penalized[index]]),
         )
     if not records["plain"].all():
         layout = SamplingLayout(num_rows, penalties=reset is not None)

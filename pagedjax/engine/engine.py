@@ -347,11 +347,11 @@ class Engine:
 
     def _launch(self, plan: StepPlan) -> InFlight:
         now = time.monotonic()
-        members = [self._by_key[seq.request_id] for seq in plan.seqs]
+        members = [self._by_key[request_id] for request_id in plan.request_ids]
         for live, _ in members:
             if live.timings.scheduled is None:
                 live.stamp(scheduled=now)
-        bucket = self._runner.buckets.fit(tokens=plan.num_tokens, seqs=len(plan.seqs))
+        bucket = self._runner.buckets.fit(tokens=plan.num_tokens, seqs=plan.num_seqs)
         layout = self._runner.layout(bucket)
         tables = self._tables.changes(plan)
         rest = self._runner.edit_tables(tables.edits, leave=layout.max_edits)
@@ -391,7 +391,6 @@ class Engine:
             if self._live.get(live.request_id) is live and num_top is not None:
                 live.tell_prompt(samples.logprobs_at(target.row, target.token_id, num_top))
                 self._note(live)
-        rows = {seq.request_id: seq.sample_row for seq in step.plan.seqs}
         for update in done.updates:
             live, completion = self._by_key[update.request_id]
             if live.timings.first_token is None:
@@ -399,12 +398,12 @@ class Engine:
                 live.num_cached_tokens = update.num_cached_tokens
                 live.begin_prompt_news()
             if live.beams is not None:
-                self._tell_beam(live, live.beams, completion, samples, rows[update.request_id])
+                self._tell_beam(live, live.beams, completion, samples, update.sample_row)
                 continue
             logprobs = None
             if live.params.logprobs is not None:
-                row, token = rows[update.request_id], update.new_token_ids[-1]
-                logprobs = (samples.logprobs_at(row, token, live.params.logprobs),)
+                token, num_top = update.new_token_ids[-1], live.params.logprobs
+                logprobs = (samples.logprobs_at(update.sample_row, token, num_top),)
             if completion.tell_update(update, live.params, logprobs):
                 self._scheduler.finish(completion.key, FinishReason.STOP)
             self._generated_tokens += len(update.new_token_ids)
