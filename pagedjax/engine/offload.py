@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, UInt32
 
+from pagedjax.engine.array_copies import copy_arrays
 from pagedjax.engine.kv_pool import TRANSFER_BYTES, KVPool
 
 BATCH_SIZES = (1, 4, 16, 64)
@@ -163,7 +164,7 @@ class BlockMover:
         for part in self._batches(pairs):
             self._make_room(len(part))
             gathered = self._gather(len(part))(pool, part[:, 0].copy())
-            arrays = jax.device_put(list(gathered), self._on_host)
+            arrays = copy_arrays(gathered, self._on_host)
             self._note(arrays, len(part))
             for slot, array in zip(part[:, 1].tolist(), arrays, strict=True):
                 self._slots[slot] = array
@@ -189,7 +190,7 @@ class BlockMover:
         """Send slots to the device that the next `load` will want, as far as there is room."""
         room = STAGED_BYTES // self.block_bytes // 2 - len(self._ahead)
         wanted = [slot for slot in slots if slot not in self._ahead][: max(room, 0)]
-        arrays = jax.device_put([self.content(slot) for slot in wanted], self._on_device)
+        arrays = copy_arrays([self.content(slot) for slot in wanted], self._on_device)
         self._ahead.update(zip(wanted, arrays, strict=True))
 
     def content(self, slot: int) -> jax.Array:
@@ -215,9 +216,9 @@ class BlockMover:
         for _ in range(4):  # the first one is slower: memory is taken, code is loaded
             gathered = jax.block_until_ready(gather(pool, ids))
             start = time.perf_counter()
-            arrays = jax.block_until_ready(jax.device_put(list(gathered), self._on_host))
+            arrays = jax.block_until_ready(copy_arrays(gathered, self._on_host))
             stored = time.perf_counter()
-            pool, done = scatter(pool, ids, jax.device_put(arrays, self._on_device))
+            pool, done = scatter(pool, ids, copy_arrays(arrays, self._on_device))
             done.block_until_ready()
             loads.append(time.perf_counter() - stored)
             stores.append(stored - start)
@@ -229,7 +230,7 @@ class BlockMover:
     def _send(self, slots: list[int]) -> list[jax.Array]:
         """Slots on the device, those that were prefetched without another transfer."""
         missing = [slot for slot in slots if slot not in self._ahead]
-        sent = jax.device_put([self.content(slot) for slot in missing], self._on_device)
+        sent = copy_arrays([self.content(slot) for slot in missing], self._on_device)
         arrays = self._ahead | dict(zip(missing, sent, strict=True))
         return [arrays[slot] for slot in slots]
 
