@@ -14,7 +14,8 @@ Lines = dict[tuple[str, ...], Line]  # bench, device, case, and what else tells 
 VARIED = {"serving": ("arrivals", "load", "rate_per_s")}
 BENCHES = (
     "offline", "torch_generate", "torch_continuous", "step", "torch_step", "serving",
-    "shared_prompt", "profile", "generate", "kv_accuracy")  # fmt: skip
+    "profile", "golden", "shared_prompt", "preemption", "offload", "generate", "kv_accuracy",
+)  # fmt: skip
 
 
 def read_lines(paths: Iterable[Path]) -> Lines:

@@ -5,9 +5,10 @@ import re
 
 import pytest
 
-from benchmarks import compare
-from benchmarks.compare import README, RESULTS, number, renewed, section
+from benchmarks import compare, memory_tables
+from benchmarks.compare import README, RESULTS, renewed, section
 from benchmarks.lines import device, of_bench, read_lines
+from benchmarks.tables import number
 
 H200 = {"device": "NVIDIA H200", "cpu": "Xeon", "jax": "0.11.2", "commit": "abc"}
 TORCH = {"device": "Xeon", "torch_device": "NVIDIA H200", "torch": "2.11", "commit": "abd"}
@@ -47,6 +48,25 @@ GENERATE = {
     "bench": "generate", "case": "32_prompts_64_tokens", "model": "SmolLM2", "dtype": "float32",
     "engine_tokens_per_s": 221.4, "one_by_one_tokens_per_s": 12.5,
     "padded_batch_tokens_per_s": 161.0, "device": "cpu", "cpu": "AMD EPYC",
+}  # fmt: skip
+LENGTH = {
+    "bench": "preemption", "case": "llama3.1-8b bfloat16 length 512", "swap_ms": 6.1,
+    "recompute_ms": 26.2, "modelled_swap_ms": 4.4, "modelled_recompute_ms": 10.0,
+    "chosen": "swap", **H200,
+}  # fmt: skip
+BURST = {
+    "bench": "preemption", "case": "llama3.1-8b bfloat16 burst auto", "output_tokens_per_s": 2134.0,
+    "preemptions": 19, "swaps": 17, **H200,
+}  # fmt: skip
+STORE = {
+    "bench": "offload", "case": "llama3.1-8b bfloat16 block 16 store", "blocks_gb_per_s": 31.5,
+    "plain_gb_per_s": 54.2, "link_share": 0.5812, **H200,
+}  # fmt: skip
+OVERLAP = STORE | {"case": "llama3.1-8b bfloat16 block 16 overlap"}
+del OVERLAP["link_share"]
+GOLDEN = {
+    "bench": "golden", "case": "SmolLM2, float32", "prompts": 20, "alone": 20, "batched": 19,
+    "chunked": 20, "preempted": 20, "agreement": 0.9984, **H200,
 }  # fmt: skip
 ALL = [OFFLINE, STATIC, PAGED, STEP, TORCH_STEP, SERVING, PROFILE, GENERATE]
 
@@ -165,6 +185,28 @@ def test_only_what_is_between_the_marks_changes():
     for broken in ("a", begin, end + begin, begin + begin + end, begin + end + end):
         with pytest.raises(ValueError, match="once each"):
             renewed(broken, "new")
+
+
+def test_lengths_and_bursts_of_preemption_share_a_table(tmp_path):
+    text = memory_tables.preemption_table(lines_of(tmp_path, LENGTH, BURST))
+    assert row(text, LENGTH["case"])[1:] == ["6.10", "26.2", "4.40", "10.0", "swap", "–", "–"]
+    assert row(text, BURST["case"])[6:] == ["2,134", "19 / 17"]
+
+
+def test_copies_are_set_beside_the_plain_one(tmp_path):
+    text = memory_tables.offload_table(lines_of(tmp_path, STORE, OVERLAP))
+    assert row(text, STORE["case"])[1:] == ["31.5", "54.2", "58"]
+    assert OVERLAP["case"] not in text
+
+
+def test_ways_to_serve_a_real_model_are_counted_apart(tmp_path):
+    teacher_forced = {k: GOLDEN[k] for k in ("bench", "prompts", "agreement", *H200)}
+    lines = lines_of(tmp_path, GOLDEN, teacher_forced | {"case": "SmolLM2, bfloat16"})
+    text = memory_tables.golden_table(lines)
+    assert row(text, "SmolLM2, float32")[1:] == [
+        "20 / 20", "19 / 20", "20 / 20", "20 / 20", "99.8"
+    ]  # fmt: skip
+    assert row(text, "SmolLM2, bfloat16")[1:] == ["–", "–", "–", "–", "99.8"]
 
 
 def test_numbers_have_three_digits():
