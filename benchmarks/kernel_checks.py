@@ -64,6 +64,7 @@ class Problem:
     block_size: int = 16
     dtype: str = "bfloat16"
     kv_dtype: str = "bfloat16"
+    plain_keys: bool = False  # a pair of arrays, of which only the values are of `kv_dtype`
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
@@ -75,9 +76,10 @@ class Problem:
         options = [f"window {self.window}"] * bool(self.window)
         options += [f"soft cap {self.soft_cap}"] * bool(self.soft_cap) + ["sinks"] * self.sinks
         rows = "" if self.prefill else f" {self.rows} rows"
+        stored = f"{self.dtype}+{self.kv_dtype}" if self.plain_keys else self.kv_dtype
         return (
             f"{kind}{rows} {kv_heads * group}:{kv_heads}:{self.head_dim} b{self.block_size} "
-            f"{self.dtype}/{self.kv_dtype} {len(self.lens)}x{max(self.lens)} " + ", ".join(options)
+            f"{self.dtype}/{stored} {len(self.lens)}x{max(self.lens)} " + ", ".join(options)
         ).strip()
 
 
@@ -117,6 +119,20 @@ OTHERS = [
     Problem(lens=(70_000, 3), heads=(2, 4)),
     Problem(lens=(20_000,), rows=(300,), prefill=True, heads=(1, 2)),
 ]
+PAIRS = [
+    Problem(lens=LENS, heads=(8, 4), kv_dtype="float8_e4m3fn", plain_keys=True),
+    Problem(
+        lens=LENS, heads=(2, 7), head_dim=80, dtype="float16", kv_dtype="int8", plain_keys=True,
+        window=100, sinks=True,
+    ),
+    Problem(
+        lens=(100, 20, 300, 0, 513, 1), rows=(37, 20, 300, 2, 130, 1), prefill=True, heads=(4, 3),
+        kv_dtype="float8_e4m3fn", plain_keys=True,
+    ),
+    Problem(
+        lens=(645, 0, 704), shared=640, heads=(4, 4), kv_dtype="float8_e4m3fn", plain_keys=True
+    ),
+]  # fmt: skip
 # Key/value heads, head_dim and dtype of the pool.
 WRITES = [(8, 128, "bfloat16"), (3, 80, "float16"), (40, 64, "float8_e4m3fn"), (4, 192, "int8")]
 SMALL = {
@@ -155,7 +171,7 @@ def problems() -> list[Problem]:
     factors = list(FACTORS.values())
     return (
         pairwise([*factors, DECODE_BATCHES]) + pairwise([*factors, PREFILL_BATCHES])
-        + SHARED + OTHERS
+        + SHARED + OTHERS + PAIRS
     )  # fmt: skip
 
 
@@ -226,7 +242,7 @@ def make_case(problem: Problem, seed: int) -> dense_attention.Case:
         seed, problem.lens, rows=rows, kv_heads=kv_heads, group=group, head_dim=problem.head_dim,
         block_size=problem.block_size, dtype=jnp.dtype(problem.dtype),
         kv_dtype=None if problem.kv_dtype == problem.dtype else jnp.dtype(problem.kv_dtype),
-        extra_tokens=11 if problem.prefill else 0,
+        plain_keys=problem.plain_keys, extra_tokens=11 if problem.prefill else 0,
     )  # fmt: skip
     used = -(-case.seq_lens // problem.block_size)
     if problem.shared:

@@ -42,6 +42,14 @@ def test_a_right_result_passes(name):
     assert figures["passed"], figures
 
 
+@pytest.mark.parametrize("problem", kernel_checks.PAIRS[::3], ids=str)
+def test_a_pool_of_two_arrays_passes_and_the_kernel_for_one_declines_it(problem):
+    (figures,) = check_one("xla", problem)
+    assert figures["passed"], figures
+    (figures,) = check_one("mosaic", problem)
+    assert "in one array, got a pair" in figures["declined"] and "passed" not in figures
+
+
 @pytest.mark.parametrize("fault", ["value", "nan", "padding", "lse", "not repeatable"])
 def test_a_wrong_result_fails(monkeypatch, fault):
     real, calls = pallas_kernels.paged_decode_attention, []
