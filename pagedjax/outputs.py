@@ -4,6 +4,10 @@ The engine speaks in *deltas*: each step it emits, for every request with news, 
 that holds only what is new since the last one. `RequestOutput.extended` puts two together, so the
 concatenation of all deltas of a request is its whole result. `AsyncLLM.generate` streams the
 deltas; `LLM.generate` returns their sum.
+
+A frozen dataclass takes a microsecond to make, most of it for getting past its own lock field by
+field, and there are two in every token of every request. `completion_output` and `request_output`
+make equal ones in a fifth of that: they fill an object without the lock and then change its class.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 _Item = TypeVar("_Item")
@@ -194,6 +198,61 @@ class RequestOutput:
             ValueError: `delta` is another request's, or this one has finished.
         """
         return self.joined((self, delta))
+
+
+class _CompletionDraft:
+    __slots__ = CompletionOutput.__slots__
+
+
+class _RequestDraft:
+    __slots__ = RequestOutput.__slots__
+
+
+def completion_output(
+    index: int,
+    text: str,
+    token_ids: tuple[int, ...],
+    logprobs: tuple[TokenLogprobs, ...] | None,
+    finish_reason: FinishReason | None,
+    stop_reason: int | str | None,
+    score: float | None,
+) -> CompletionOutput:
+    """A `CompletionOutput`, made fast."""
+    draft: Any = _CompletionDraft()
+    draft.index = index
+    draft.text = text
+    draft.token_ids = token_ids
+    draft.logprobs = logprobs
+    draft.finish_reason = finish_reason
+    draft.stop_reason = stop_reason
+    draft.score = score
+    draft.__class__ = CompletionOutput
+    return draft
+
+
+def request_output(
+    request_id: str,
+    prompt: str | None,
+    prompt_token_ids: tuple[int, ...],
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None,
+    outputs: tuple[CompletionOutput, ...],
+    num_cached_tokens: int,
+    timings: Timings,
+    finished: bool,
+) -> RequestOutput:
+    """A `RequestOutput` without error, made fast."""
+    draft: Any = _RequestDraft()
+    draft.request_id = request_id
+    draft.prompt = prompt
+    draft.prompt_token_ids = prompt_token_ids
+    draft.prompt_logprobs = prompt_logprobs
+    draft.outputs = outputs
+    draft.num_cached_tokens = num_cached_tokens
+    draft.timings = timings
+    draft.finished = finished
+    draft.error = None
+    draft.__class__ = RequestOutput
+    return draft
 
 
 def _joined_completion(parts: list[CompletionOutput]) -> CompletionOutput:

@@ -67,7 +67,7 @@ class TableMirror:
                 self._free.append(self._rows.pop(seq_id))
         for seq_id in missing:
             self._rows[seq_id] = self._free.pop()
-        return [self._rows[seq_id] for seq_id in seq_ids]
+        return list(map(self._rows.__getitem__, seq_ids))
 
 
 def edit_tables(

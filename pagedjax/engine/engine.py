@@ -400,9 +400,9 @@ class Engine:
             if live.beams is not None:
                 self._tell_beam(live, live.beams, completion, samples, update.sample_row)
                 continue
-            logprobs = None
-            if live.params.logprobs is not None:
-                token, num_top = update.new_token_ids[-1], live.params.logprobs
+            logprobs, num_top = None, live.params.logprobs
+            if num_top is not None:
+                token = update.new_token_ids[-1]
                 logprobs = (samples.logprobs_at(update.sample_row, token, num_top),)
             if completion.tell_update(update, live.params, logprobs):
                 self._scheduler.finish(completion.key, FinishReason.STOP)

@@ -7,7 +7,15 @@ from array import array
 from dataclasses import dataclass, field
 
 from pagedjax.engine.beam_search import BeamSearch, Hypothesis
-from pagedjax.outputs import CompletionOutput, FinishReason, RequestOutput, Timings, TokenLogprobs
+from pagedjax.outputs import (
+    CompletionOutput,
+    FinishReason,
+    RequestOutput,
+    Timings,
+    TokenLogprobs,
+    completion_output,
+    request_output,
+)
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.tokenizer import TextStream
 from scheduler import FinishReason as StopReason
@@ -51,14 +59,8 @@ class Completion:
         assert self.news is None
         self.token_ids.extend(token_ids)
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
-        self.news = CompletionOutput(
-            index=self.index,
-            text=text,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-            score=score,
+        self.news = completion_output(
+            self.index, text, token_ids, logprobs, finish_reason, stop_reason, score
         )
 
     def tell_update(
@@ -143,7 +145,7 @@ class LiveRequest:
     @property
     def finished(self) -> bool:
         """Whether every completion has ended."""
-        return all(c.finish_reason is not None for c in self.completions)
+        return None not in [c.finish_reason for c in self.completions]
 
     def begin_prompt_news(self) -> None:
         """Tell the first prompt token, which nothing predicts, before anything else."""
@@ -164,21 +166,22 @@ class LiveRequest:
 
     def take_delta(self) -> RequestOutput | None:
         """What is new since the last call, or None when nothing is."""
-        news = tuple(c.news for c in self.completions if c.news is not None)
+        news = tuple([c.news for c in self.completions if c.news is not None])
         if not news and not self.prompt_news:
             return None
         wants_prompt = self.params.prompt_logprobs is not None
-        delta = RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            prompt_logprobs=tuple(self.prompt_news) if wants_prompt else None,
-            outputs=news,
-            num_cached_tokens=self.num_cached_tokens,
-            timings=self.timings,
-            finished=self.finished,
+        delta = request_output(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            tuple(self.prompt_news) if wants_prompt else None,
+            news,
+            self.num_cached_tokens,
+            self.timings,
+            self.finished,
         )
-        self.prompt_news.clear()
+        if wants_prompt:
+            self.prompt_news.clear()
         for completion in self.completions:
             completion.news = None
         return delta

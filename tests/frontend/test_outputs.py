@@ -1,10 +1,18 @@
 """Deltas add up to the whole result."""
 
 import dataclasses
+import inspect
 
 import pytest
 
-from pagedjax.outputs import CompletionOutput, RequestOutput, Timings, TokenLogprobs
+from pagedjax.outputs import (
+    CompletionOutput,
+    RequestOutput,
+    Timings,
+    TokenLogprobs,
+    completion_output,
+    request_output,
+)
 
 
 def logprob(token):
@@ -107,3 +115,19 @@ def test_a_failed_request_says_why_and_keeps_what_it_had():
     assert whole.finished
     assert [o.finish_reason for o in whole.outputs] == ["error", None]
     assert whole.outputs[1].text == "x"
+
+
+@pytest.mark.parametrize("made", [completion_output, request_output])
+def test_an_output_that_was_made_fast_is_like_any_other(made):
+    """Equal, hashed and shown alike, with every field, and as frozen as one."""
+    names = list(inspect.signature(made).parameters)
+    values = {name: f"the {name}" for name in names}
+    kind = {completion_output: CompletionOutput, request_output: RequestOutput}[made]
+    fast, slow = made(**values), kind(**values)
+    assert type(fast) is kind and fast == slow and repr(fast) == repr(slow)
+    assert hash(fast) == hash(slow) and dataclasses.replace(fast) == slow
+    assert {field.name for field in dataclasses.fields(kind)} - set(names) <= {"error"}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(fast, names[0], "another")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        delattr(fast, names[0])
