@@ -139,7 +139,7 @@ class SeqUpdate(NamedTuple):
 
     seq_id: int
     request_id: str
-    new_token_ids: list[int]
+    new_token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     num_cached_tokens: int = 0

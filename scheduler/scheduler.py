@@ -170,7 +170,7 @@ class Scheduler:
         if seq is None:
             return None
         self._end(seq)
-        return SeqUpdate(seq.seq_id, request_id, [], reason, None, seq.num_cached_tokens or 0)
+        return SeqUpdate(seq.seq_id, request_id, (), reason, None, seq.num_cached_tokens or 0)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, as when the model's weights have changed.
@@ -230,13 +230,15 @@ class Scheduler:
         tokens: list[int] = token_ids.tolist()
         rows: list[int] = plan.drawn_rows.tolist()
         updates: list[SeqUpdate] = []
+        is_caching, is_windowed = self.config.prefix_caching, self.config.window is not None
         for seq, row in zip(seqs, rows, strict=True):
             if seq.status is Status.FINISHED:
                 continue
             if row != NO_ROW:
                 updates.append(self._take_in(seq, row, tokens[row]))
-            self.blocks.index_full_blocks(seq)
-            if self.config.window is not None:
+            if is_caching:
+                self.blocks.index_full_blocks(seq)
+            if is_windowed:
                 self.blocks.give_up_passed(seq)
         return updates
 
@@ -269,6 +271,7 @@ class Scheduler:
                 parent.tail_shared = parent.row != NO_ROW
             seq.outputs.append(choice.token_id)
             seq.num_known += 1
+            seq.num_tokens += 1
             seq.held = False
 
     def _go_on_from(self, seq: Sequence, was: Sequence, blocks: list[int]) -> None:
@@ -280,15 +283,16 @@ class Scheduler:
             self.blocks.free(seq)
             self._queues.wait(seq)
         seq.outputs = was.outputs[:]
-        seq.num_known = was.num_known
+        seq.num_known = seq.num_tokens = was.num_known
 
     def _take_in(self, seq: Sequence, row: int, token: int) -> SeqUpdate:
         """Append a token, and end the sequence if that was its last; a beam only waits for one."""
         request, cached = seq.request, seq.num_cached_tokens or 0
         if request.beam:
             seq.num_written = seq.num_computed  # no newer plan has it
-            return SeqUpdate(seq.seq_id, request.request_id, [], None, None, cached, row)
-        seq.append(token)
+            return SeqUpdate(seq.seq_id, request.request_id, (), None, None, cached, row)
+        seq.outputs.append(token)
+        seq.num_known += 1
         reason = stop_token = None
         stop = request.stop
         if token in stop.stop_token_ids and len(seq.outputs) > stop.min_tokens:
@@ -297,7 +301,7 @@ class Scheduler:
             reason = FinishReason.LENGTH
         if reason is not None:
             self._end(seq)
-        return SeqUpdate(seq.seq_id, request.request_id, [token], reason, stop_token, cached, row)
+        return SeqUpdate(seq.seq_id, request.request_id, (token,), reason, stop_token, cached, row)
 
     def _make_way(self) -> list[Sequence]:
         """Let waiting sequences run in place of strictly less urgent ones; return the latter."""

@@ -51,7 +51,7 @@ class Sequence:
         outputs: generated tokens that are known, int32.
         limit: most tokens it may have, prompt included.
         num_known: prompt and output tokens that are known.
-        num_pending: tokens sampled but not read.
+        num_tokens: tokens it has, known or not.
         pending_row: sample row of the newest pending token in its plan.
         num_computed: tokens whose keys and values are in the cache once all plans are done.
         num_written: the same once all plans but its newest are done; others may read these in
@@ -92,7 +92,7 @@ class Sequence:
         "num_indexed",
         "num_known",
         "num_passed",
-        "num_pending",
+        "num_tokens",
         "num_written",
         "outputs",
         "parent",
@@ -118,8 +118,7 @@ class Sequence:
         self.prompt_len = len(prompt)
         self.outputs = array("i")
         self.limit = min(len(prompt) + request.stop.max_tokens, max_seq_len)
-        self.num_known = len(prompt)
-        self.num_pending = 0
+        self.num_known = self.num_tokens = len(prompt)
         self.pending_row = NO_ROW
         self.num_computed = 0
         self.num_written = 0
@@ -142,15 +141,9 @@ class Sequence:
         self.held = False
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens it has, known or not."""
-        return self.num_known + self.num_pending
-
-    def append(self, token: int) -> None:
-        """A pending token has been read."""
-        self.outputs.append(token)
-        self.num_known += 1
-        self.num_pending -= 1
+    def num_pending(self) -> int:
+        """Tokens sampled but not read."""
+        return self.num_tokens - self.num_known
 
     def snapshot(self) -> Sequence:
         """What it is now, whatever becomes of it; to be read only."""

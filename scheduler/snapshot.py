@@ -118,7 +118,7 @@ def restore_state(scheduler: Scheduler, state: SchedulerState) -> dict[int, int]
     for one in sequences:
         seq = waiting[one.request_id]
         seq.outputs.extend(one.outputs)
-        seq.num_known = len(seq.prompt) + len(one.outputs)
+        seq.num_known = seq.num_tokens = len(seq.prompt) + len(one.outputs)
         seq.score_from = one.score_from
         if one.is_running:
             reserved += -(-seq.num_known // size) - sum(block in cached for block in one.blocks)

@@ -41,7 +41,7 @@ class StepBuilder:
         """How many tokens of a sequence the budgets allow now; 0 means that the step is full."""
         if not self._rows_left:
             return 0
-        count = seq.num_known + seq.num_pending - seq.num_computed
+        count = seq.num_tokens - seq.num_computed
         if count > 1:
             count = min(count, self._max_chunk)
             if seq.score_from < seq.prompt_len:
@@ -53,7 +53,7 @@ class StepBuilder:
         """Plan the next `count` tokens of a sequence, as `chunk` allowed."""
         start = seq.num_written = seq.num_computed
         end = seq.num_computed = start + count
-        is_last = end == seq.num_known + seq.num_pending
+        is_last = end == seq.num_tokens
         num_samples = 1 if is_last else 0
         if start < seq.prompt_len:
             unscored = min(end, seq.prompt_len) - max(start, seq.score_from)
@@ -114,14 +114,14 @@ class StepBuilder:
         feed_rows: list[int] = []
         drawn_rows: list[int] = []
         for seq, row in zip(seqs, rows, strict=True):
-            num_unread = seq.num_computed - seq.num_known
-            feed_rows.append(seq.pending_row if num_unread > 0 else NO_ROW)
-            if num_unread < seq.num_pending:  # the step does not come to its end
+            end = seq.num_computed
+            feed_rows.append(seq.pending_row if end > seq.num_known else NO_ROW)
+            if end < seq.num_tokens:  # the step does not come to its end
                 drawn_rows.append(NO_ROW)
                 continue
             drawn_rows.append(row)
             if not seq.held:
-                seq.num_pending += 1
+                seq.num_tokens += 1
                 seq.pending_row = row
         return feed_rows, drawn_rows
 

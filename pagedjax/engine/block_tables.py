@@ -51,9 +51,10 @@ class TableMirror:
         used = -(-plan.seq_lens() // self._block_size)
         width = int(used.max(initial=0))
         wanted = plan.block_tables[:, :width]
-        differs = wanted != self._tables[rows, :width]
-        differs &= np.arange(width)[None] < used[:, None]
-        seqs, columns = np.nonzero(differs)
+        differing = np.flatnonzero(wanted != self._tables[rows, :width])
+        seqs, columns = np.divmod(differing, width)
+        looked_at = columns < used[seqs]
+        seqs, columns = seqs[looked_at], columns[looked_at]
         blocks = wanted[seqs, columns]
         self._tables[rows[seqs], columns] = blocks
         edits = np.stack([rows[seqs], columns, blocks], axis=1).astype(np.int32)

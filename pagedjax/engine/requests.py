@@ -57,7 +57,8 @@ class Completion:
     ) -> None:
         """Add to the news. A completion has news at most once a step, and once at its end."""
         assert self.news is None
-        self.token_ids.extend(token_ids)
+        for token_id in token_ids:  # mostly one, for which `extend` takes longer
+            self.token_ids.append(token_id)
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
         self.news = completion_output(
             self.index, text, token_ids, logprobs, finish_reason, stop_reason, score
@@ -86,7 +87,7 @@ class Completion:
                 text += self.text.flush()
         self.tell(
             text,
-            tuple(update.new_token_ids),
+            update.new_token_ids,
             logprobs,
             reason.value if reason is not None else None,
             stop_string if stop_string is not None else update.stop_token_id,
@@ -142,11 +143,6 @@ class LiveRequest:
     prompt_news: list[TokenLogprobs | None] = field(default_factory=list)
     told_first: bool = False  # whether the None of the first prompt token is among the news
 
-    @property
-    def finished(self) -> bool:
-        """Whether every completion has ended."""
-        return None not in [c.finish_reason for c in self.completions]
-
     def begin_prompt_news(self) -> None:
         """Tell the first prompt token, which nothing predicts, before anything else."""
         if self.params.prompt_logprobs is not None and not self.told_first:
@@ -166,7 +162,14 @@ class LiveRequest:
 
     def take_delta(self) -> RequestOutput | None:
         """What is new since the last call, or None when nothing is."""
-        news = tuple([c.news for c in self.completions if c.news is not None])
+        news: list[CompletionOutput] = []
+        finished = True
+        for completion in self.completions:
+            if completion.news is not None:
+                news.append(completion.news)
+                completion.news = None
+            if completion.finish_reason is None:
+                finished = False
         if not news and not self.prompt_news:
             return None
         wants_prompt = self.params.prompt_logprobs is not None
@@ -175,15 +178,13 @@ class LiveRequest:
             self.prompt,
             self.prompt_token_ids,
             tuple(self.prompt_news) if wants_prompt else None,
-            news,
+            tuple(news),
             self.num_cached_tokens,
             self.timings,
-            self.finished,
+            finished,
         )
         if wants_prompt:
             self.prompt_news.clear()
-        for completion in self.completions:
-            completion.news = None
         return delta
 
 

@@ -146,7 +146,7 @@ def test_an_abort_says_so_once():
     (seq_id,) = driver.add(request("a", 3, 5))
     update = driver.scheduler.abort("a")
     assert update is not None
-    assert (update.seq_id, update.request_id, update.new_token_ids) == (seq_id, "a", [])
+    assert (update.seq_id, update.request_id, update.new_token_ids) == (seq_id, "a", ())
     assert update.finish_reason is FinishReason.ABORT
     assert driver.scheduler.abort("a") is None and driver.step() is None
 
