@@ -49,6 +49,7 @@ from benchmarks.request_lists import (
 from benchmarks.workloads import RequestShape
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.stats import EngineStats
+from pagedjax.heap import settled_heap
 
 WASTE_EVERY = 8  # steps between two looks at every sequence's blocks
 
@@ -106,12 +107,13 @@ def serve(
         engine.add_request(str(index), None, prompt, exact_length(shape.output_len))
     generated = [0] * len(shapes)
     watch, before = Watch(engine.stats()), time.perf_counter()
-    while engine.has_unfinished():
-        for delta in engine.step():
-            generated[int(delta.request_id)] += len(delta.outputs[0].token_ids)
-        now = time.perf_counter()
-        watch.look(engine, now - before)
-        before = now
+    with settled_heap():
+        while engine.has_unfinished():
+            for delta in engine.step():
+                generated[int(delta.request_id)] += len(delta.outputs[0].token_ids)
+            now = time.perf_counter()
+            watch.look(engine, now - before)
+            before = now
     seconds = before - start
     for index, (got, shape) in enumerate(zip(generated, shapes, strict=True)):
         if got != shape.output_len:

@@ -21,6 +21,7 @@ from pagedjax.frontend import (
     serve_metrics,
     start_engine,
 )
+from pagedjax.heap import settled_heap
 from pagedjax.outputs import RequestOutput, Timings
 from pagedjax.sampling_params import BeamSearchParams, SamplingParams
 from pagedjax.tokenizer import Message, Tokenizer
@@ -340,7 +341,8 @@ class LLM:
 
         parts: list[list[RequestOutput]] = [[] for _ in requests]
         started, generated = time.monotonic(), 0
-        with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar:
+        bar = tqdm(total=len(requests), unit="prompt", disable=not progress)
+        with bar, settled_heap():
             for index, delta in self._deltas(requests):
                 parts[index].append(delta)
                 generated += delta.num_generated_tokens

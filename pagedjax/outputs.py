@@ -133,7 +133,7 @@ class RequestOutput:
     @property
     def num_generated_tokens(self) -> int:
         """Tokens generated, over all completions."""
-        return sum(len(output.token_ids) for output in self.outputs)
+        return sum([len(output.token_ids) for output in self.outputs])
 
     @classmethod
     def failed(
