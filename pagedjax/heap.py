@@ -6,7 +6,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-
 # Objects more than were freed, after which the collector looks at the new ones. A step's are freed
 # while the next are made, a few for each sequence: they alone are never a reason to look.
 _NEW_OBJECTS = 50_000
