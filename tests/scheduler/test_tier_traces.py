@@ -114,6 +114,7 @@ def run_trace(seed: int) -> TierDriver:
     return driver
 
 
+@pytest.mark.timeout(0)
 @settings(max_examples=NUM_TRACES, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_random_traces_over_all_tiers_give_everybody_their_own_tokens(seed: int):
