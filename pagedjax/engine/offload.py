@@ -177,12 +177,16 @@ class BlockMover:
             pool: the arrays.
             pairs: int32[num_loads, 2], slots that are filled and blocks, each block once.
         """
+        sent: tuple[np.ndarray, list[jax.Array]] | None = None
         for part in self._batches(pairs):
-            self._make_room(len(part))
+            self._make_room(len(part) + (0 if sent is None else len(sent[0])))
             arrays = self._send(part[:, 0].tolist())
-            pool, done = self._scatter(len(part))(pool, part[:, 1].copy(), arrays)
-            self._note(done, len(part))
-        if len(pairs):
+            # Only now: a transfer waits for everything that was launched before it.
+            if sent is not None:
+                pool = self._put(pool, *sent)
+            sent = part, arrays
+        if sent is not None:
+            pool = self._put(pool, *sent)
             self._ahead.clear()
         return pool
 
@@ -226,6 +230,12 @@ class BlockMover:
         return pool, LinkRates(
             store_bytes_per_s=size_bytes / min(stores), load_bytes_per_s=size_bytes / min(loads)
         )
+
+    def _put(self, pool: KVPool, pairs: np.ndarray, arrays: list[jax.Array]) -> KVPool:
+        """The pool with what was sent of the slots in their blocks."""
+        pool, done = self._scatter(len(pairs))(pool, pairs[:, 1].copy(), arrays)
+        self._note(done, len(pairs))
+        return pool
 
     def _send(self, slots: list[int]) -> list[jax.Array]:
         """Slots on the device, those that were prefetched without another transfer."""
