@@ -22,7 +22,10 @@ from benchmarks.memory_tables import (
     kv_accuracy_table,
     offload_table,
     preemption_table,
+    prefix_table,
     shared_prompt_table,
+    sharing_table,
+    waste_table,
 )
 from benchmarks.tables import (
     WIDTH,
@@ -43,6 +46,7 @@ BEGIN, END = "<!-- benchmarks.compare: begin -->\n", "<!-- benchmarks.compare: e
 TABLES: tuple[Callable[[Lines], str], ...] = (
     offline_table, memory_table, step_table, serving_table, profile_table, golden_table,
     shared_prompt_table, preemption_table, offload_table, generate_table, kv_accuracy_table,
+    sharing_table, waste_table, prefix_table,
 )  # fmt: skip
 
 

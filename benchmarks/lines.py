@@ -11,10 +11,11 @@ Line = dict[str, Any]
 Lines = dict[tuple[str, ...], Line]  # bench, device, case, and what else tells lines apart
 
 # What tells the lines of one case apart, where one run writes several.
-VARIED = {"serving": ("arrivals", "load", "rate_per_s")}
+VARIED = {"serving": ("arrivals", "load", "rate_per_s"), "kv_memory": ("trace",)}
 BENCHES = (
     "offline", "torch_generate", "torch_continuous", "step", "torch_step", "serving",
     "profile", "golden", "shared_prompt", "preemption", "offload", "generate", "kv_accuracy",
+    "kv_memory", "sharing",
 )  # fmt: skip
 
 

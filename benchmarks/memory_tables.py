@@ -6,6 +6,62 @@ from benchmarks.lines import Lines, of_bench
 from benchmarks.tables import number, table
 
 
+def waste_table(lines: Lines) -> str:
+    """What paging leaves unused, beside contiguous caches."""
+    rows = [
+        [
+            line["trace"], line["case"].removeprefix("waste_").replace("_", " "),
+            f"{100 * line['waste_share']:.2f}", number(line["mean_running"]),
+        ]
+        for line in of_bench(lines, "kv_memory")
+        if line["case"].startswith("waste_")
+    ]  # fmt: skip
+    note = (
+        "Simulated without a model, all requests of a trace at once into memory for 448,000 "
+        "tokens: share of the memory given to sequences that holds no token, and sequences at the "
+        "same time. Paged in blocks of so many tokens; contiguous, reserved for the trace's "
+        "longest request; contiguous, reserved for exactly what each request will need, which "
+        "nobody knows in advance."
+    )
+    return table(note, ["trace", "memory", "without a token, %", "sequences"], rows)
+
+
+def prefix_table(lines: Lines) -> str:
+    """Prompt tokens found in the cache, beside what could be found."""
+    shares = ("hit_share", "hit_share_lru", "hit_share_belady", "hit_share_infinite")
+    rows = [
+        [
+            f"{line['trace']}, {line['case'].removeprefix('prefix_')}",
+            *(f"{100 * line[share]:.1f}" for share in shares),
+        ]
+        for line in of_bench(lines, "kv_memory")
+        if line["case"].startswith("prefix_")
+    ]
+    note = (
+        "Simulated prefix caching, requests at the times of the trace: percent of the prompts' "
+        "tokens found by the block manager; by an LRU cache and by one that knows the future "
+        "(Belady), which no running sequence takes room from; by an infinite one."
+    )
+    return table(note, ["trace, memory in tokens", "found", "LRU", "Belady", "infinite"], rows)
+
+
+def sharing_table(lines: Lines) -> str:
+    """Blocks that samples and beams of one prompt save."""
+    rows = [
+        [
+            line["model"], line["case"].replace("_", " of "), f"{100 * line['saved_share']:.1f}",
+            f"{line['peak_blocks']} / {line['peak_blocks_unshared']}",
+        ]
+        for line in of_bench(lines, "sharing")
+    ]  # fmt: skip
+    note = (
+        "Samples and beams of 16 prompts, as in section 6.3 of the PagedAttention paper (Kwon et "
+        "al., 2023): percent fewer blocks than if every sequence had its own, mean over all steps; "
+        "most blocks in use / without sharing."
+    )
+    return table(note, ["model", "sequences of a prompt", "saved, %", "peak"], rows)
+
+
 def shared_prompt_table(lines: Lines) -> str:
     """First tokens under one system prompt."""
     rows = [

@@ -199,6 +199,34 @@ def test_copies_are_set_beside_the_plain_one(tmp_path):
     assert OVERLAP["case"] not in text
 
 
+def test_traces_are_told_apart_and_each_part_has_its_table(tmp_path):
+    waste = {
+        "bench": "kv_memory", "case": "waste_paged_16", "trace": "conv", "waste_share": 0.0061,
+        "mean_running": 359.2, **H200,
+    }  # fmt: skip
+    other = waste | {"trace": "code", "waste_share": 0.0035}
+    prefix = {
+        "bench": "kv_memory", "case": "prefix_1000k", "trace": "talk", "hit_share": 0.05,
+        "hit_share_lru": 0.06, "hit_share_belady": 0.25, "hit_share_infinite": 0.37, **H200,
+    }  # fmt: skip
+    lines = lines_of(tmp_path, waste, other, prefix)
+    text = memory_tables.waste_table(lines)
+    assert row(text, "conv")[1:] == ["paged 16", "0.61", "359"]
+    assert row(text, "code")[1:] == ["paged 16", "0.35", "359"]
+    assert "1000k" not in text
+    text = memory_tables.prefix_table(lines)
+    assert row(text, "talk, 1000k")[1:] == ["5.0", "6.0", "25.0", "37.0"]
+
+
+def test_blocks_saved_by_sharing_are_shown_by_kind_and_width(tmp_path):
+    line = {
+        "bench": "sharing", "case": "beams_4", "model": "SmolLM2", "saved_share": 0.527,
+        "peak_blocks": 182, "peak_blocks_unshared": 384, **H200,
+    }  # fmt: skip
+    text = memory_tables.sharing_table(lines_of(tmp_path, line))
+    assert row(text, "SmolLM2")[1:] == ["beams of 4", "52.7", "182 / 384"]
+
+
 def test_ways_to_serve_a_real_model_are_counted_apart(tmp_path):
     teacher_forced = {k: GOLDEN[k] for k in ("bench", "prompts", "agreement", *H200)}
     lines = lines_of(tmp_path, GOLDEN, teacher_forced | {"case": "SmolLM2, bfloat16"})
