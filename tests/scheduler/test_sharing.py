@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler import BeamChoice, FinishReason, Scheduler, SchedulerConfig
@@ -200,6 +200,17 @@ def test_choices_that_make_no_sense_change_nothing():
     abort=st.integers(0, 20),
     reset=st.booleans(),
     window=st.one_of(st.none(), st.integers(1, 100)),
+)
+@example(  # the beam that is ended is the only one that still computes
+    pipelined=False,
+    caching=False,
+    num_blocks=8,
+    max_num_seqs=3,
+    budget=3,
+    groups=[(True, 5, 1, 1, 3)],
+    abort=4,
+    reset=False,
+    window=None,
 )
 def test_random_groups_give_everybody_their_own_tokens(
     pipelined: bool,

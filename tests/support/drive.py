@@ -298,6 +298,8 @@ class Driver:
         update = self.scheduler.finish(request_id, reason)
         if update is not None:
             self._take_in([update])
+        if search is not None:  # which may have waited for nobody but this one
+            self._choose(search)
         self._check()
 
     def step(self) -> StepPlan | None:
