@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_preemption --shape llama3.1-8b --lengths 512 2048 8192 16384 \\
         --requests 48 --prompt-len 896 --output-len 512 --max-num-seqs 32 --repeats 1 \\
-        --out benchmarks/results/preemption.jsonl --plot benchmarks/results/preemption.png
+        --out benchmarks/results/preemption_h200.jsonl
     python -m benchmarks.bench_preemption --shape smollm2-135m --dtype float32 \\
         --lengths 64 128 256 512 --requests 10 --prompt-len 200 --output-len 150 \\
         --max-num-seqs 8 --max-num-batched-tokens 256 --host-gb 1
@@ -20,7 +20,6 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -151,24 +150,6 @@ def bytes_of_a_block(model: LoadedModel, args: argparse.Namespace) -> int:
     return kv_spec(model.arch, engine_config(args, 2), num_blocks=1, dtype=dtype).block_bytes
 
 
-def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Time against length, measured and modelled."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    lengths = [row["tokens"] for row in rows]
-    for name, colour in (("swap", "#1f6feb"), ("recompute", "#d29922")):
-        axes.plot(lengths, [row[f"{name}_ms"] for row in rows], "o-", color=colour, label=name)
-        modelled = [row[f"modelled_{name}_ms"] for row in rows]
-        axes.plot(lengths, modelled, ":", color=colour, label=f"{name}, cost model")
-    axes.set(xscale="log", yscale="log", xlabel="tokens of the sequence", ylabel="ms", title=title)
-    axes.legend()
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-
-
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_engine_options(parser)
@@ -178,7 +159,6 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--output-len", type=int, default=512)
     parser.add_argument("--host-gb", type=float, default=8.0, help="host memory for the swaps")
     parser.add_argument("--repeats", type=int, default=2, help="of the burst; the fastest counts")
-    parser.add_argument("--plot", type=Path, help="draw the times of the lengths here")
     return parser
 
 
@@ -189,8 +169,6 @@ def main() -> None:
     rows = crossover(engine, args.lengths)
     for row in rows:
         record("preemption", case_name(args, f"length {row['tokens']}"), args.out, **row)
-    if args.plot is not None:
-        plot(rows, f"{args.shape} {args.dtype}, {jax.devices()[0].device_kind}", args.plot)
     load = f"burst of {args.requests} x {args.prompt_len}+{args.output_len}"
     best = bursts(engine, args)
     for policy, figures in best.items():

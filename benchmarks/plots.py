@@ -47,7 +47,7 @@ def draw(lines: Lines, folder: Path) -> list[Path]:
 def figures(lines: Lines, pyplot: Any) -> dict[str, Any]:
     """A figure for every GPU and kind of measurement, by the name of its file."""
     drawers: dict[str, Callable[[list[Line], Lines, Any], Any]] = {
-        "offline": offline, "step": step, "serving": serving,
+        "offline": offline, "step": step, "serving": serving, "preemption": preemption,
     }  # fmt: skip
     drawn = {}
     for bench, drawer in drawers.items():
@@ -126,4 +126,20 @@ def serving(own: list[Line], lines: Lines, pyplot: Any) -> Any:
         axes.set_ylabel(title)
         axes.set_yscale("log")
     figure.legend(loc="outside lower center", ncols=3, fontsize=7)
+    return figure
+
+
+def preemption(own: list[Line], lines: Lines, pyplot: Any) -> Any:
+    """Milliseconds to bring back sequences of every length, measured and modelled."""
+    del lines
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    rows = sorted((line for line in own if "swap_ms" in line), key=lambda line: line["tokens"])
+    lengths = [row["tokens"] for row in rows]
+    for name, colour in (("swap", COLOURS[0]), ("recompute", COLOURS[2])):
+        axes.plot(lengths, [row[f"{name}_ms"] for row in rows], "o-", color=colour, label=name)
+        modelled = [row[f"modelled_{name}_ms"] for row in rows]
+        axes.plot(lengths, modelled, ":", color=colour, label=f"{name}, cost model")
+    axes.set(xscale="log", yscale="log", xlabel="tokens of the sequence", ylabel="ms")
+    axes.set_title(rows[0]["case"].partition(" length")[0] if rows else "", fontsize=9)
+    axes.legend()
     return figure

@@ -23,11 +23,10 @@ def test_the_copy_benchmark_moves_the_bytes_that_it_reports(monkeypatch, capsys)
     assert overlap["both_ms"] > 0
 
 
-def test_the_preemption_benchmark_preempts_under_every_policy(monkeypatch, capsys, tmp_path):
-    picture = tmp_path / "crossover.png"
+def test_the_preemption_benchmark_preempts_under_every_policy(monkeypatch, capsys):
     options = (
         "--shape tiny --dtype float32 --lengths 32 64 --requests 8 --prompt-len 40 --output-len "
-        f"100 --max-num-seqs 4 --max-num-batched-tokens 64 --host-gb 0.01 --plot {picture}"
+        "100 --max-num-seqs 4 --max-num-batched-tokens 64 --host-gb 0.01"
     )
     lines = lines_of(monkeypatch, capsys, bench_preemption, *options.split())
     assert [line["blocks"] for line in lines[:2]] == [2, 4]
@@ -36,7 +35,6 @@ def test_the_preemption_benchmark_preempts_under_every_policy(monkeypatch, capsy
     assert swap["swaps"] == swap["preemptions"] > 0
     assert all(line["output_tokens"] == 800 for line in lines[2:])
     assert all(line["compiles_after_warmup"] == 0 for line in lines[2:])
-    assert picture.stat().st_size > 1000
 
 
 def test_lengths_that_the_quarter_does_not_hold_are_refused(monkeypatch, capsys):

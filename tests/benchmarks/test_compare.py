@@ -50,7 +50,7 @@ GENERATE = {
     "padded_batch_tokens_per_s": 161.0, "device": "cpu", "cpu": "AMD EPYC",
 }  # fmt: skip
 LENGTH = {
-    "bench": "preemption", "case": "llama3.1-8b bfloat16 length 512", "swap_ms": 6.1,
+    "bench": "preemption", "case": "llama3.1-8b bfloat16 length 512", "tokens": 512, "swap_ms": 6.1,
     "recompute_ms": 26.2, "modelled_swap_ms": 4.4, "modelled_recompute_ms": 10.0,
     "chosen": "swap", **H200,
 }  # fmt: skip
@@ -245,15 +245,17 @@ def test_every_kind_of_line_is_drawn_and_old_plots_go(tmp_path):
     from benchmarks.plots import draw
 
     folder = tmp_path / "plots"
-    files = draw(lines_of(tmp_path, *ALL), folder)
+    everything = [*ALL, LENGTH, LENGTH | {"case": "length 2048", "tokens": 2048, "swap_ms": 18.0}]
+    files = draw(lines_of(tmp_path, *everything), folder)
     assert [path.name for path in files] == [
         "offline_h200.png",
         "step_h200.png",
         "serving_h200.png",
+        "preemption_h200.png",
     ]
     content = [path.read_bytes() for path in files]
     assert all(data.startswith(b"\x89PNG") and len(data) > 5000 for data in content)
-    again = draw(lines_of(tmp_path, *ALL), folder)
+    again = draw(lines_of(tmp_path, *everything), folder)
     assert [path.read_bytes() for path in again] == content  # nothing of the day in them
     assert draw(lines_of(tmp_path, STEP), folder) == [folder / "step_h200.png"]
     assert list(folder.iterdir()) == [folder / "step_h200.png"]
