@@ -85,6 +85,11 @@ class KVSpec:
         per_layer = sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in self.arrays)
         return self.layers * per_layer
 
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of all blocks, the null block included."""
+        return self.num_blocks * self.block_bytes
+
     def create(self, device: Any) -> KVPool:
         """Zeroed arrays on `device`, a `jax.Device`."""
         return self.pool_of(
@@ -153,10 +158,59 @@ def blocks_that_fit(
         step_bytes: memory that steps need besides weights and pool, asked for only on a GPU.
 
     Raises:
-        ValueError: not even one block of data fits.
+        ValueError: not even one block of data fits, or less than what was asked for (see
+            `check_memory`).
     """
-    if config.num_blocks is not None:
-        return config.num_blocks
+    num_blocks = config.num_blocks or _fitting_blocks(arch, config, dtype, device, step_bytes)
+    spec = kv_spec(arch, config, num_blocks=num_blocks, dtype=dtype)
+    check_memory(spec, config, device_bytes=free_device_bytes(device), platform=device.platform)
+    return num_blocks
+
+
+def check_memory(spec: KVSpec, config: EngineConfig, *, device_bytes: int, platform: str) -> None:
+    """Refuse a KV pool or a host cache that is larger than the memory, before either is made.
+
+    On a CPU both lie in the same memory.
+
+    Args:
+        spec: of the pool.
+        config: how large the host cache is to be.
+        device_bytes: what the device has for the pool.
+        platform: of the device.
+
+    Raises:
+        ValueError: one of them does not fit.
+    """
+    if spec.pool_bytes > device_bytes:
+        raise ValueError(
+            f"num_blocks: {spec.num_blocks} blocks of {spec.block_bytes} bytes take "
+            f"{spec.pool_bytes} bytes, the device has {device_bytes} for them"
+        )
+    host_bytes = host_memory_bytes() - (spec.pool_bytes if platform == "cpu" else 0)
+    if config.host_cache_bytes > host_bytes:
+        raise ValueError(
+            f"host_cache_bytes is {config.host_cache_bytes}, the host has {host_bytes} bytes"
+        )
+
+
+def free_device_bytes(device: Any) -> int:
+    """Memory of a device that is not in use; on a CPU, all memory of the machine.
+
+    Args:
+        device: a `jax.Device`.
+    """
+    stats = _memory_stats(device)
+    return host_memory_bytes() if stats is None else stats["bytes_limit"] - stats["bytes_in_use"]
+
+
+def _fitting_blocks(
+    arch: ArchConfig,
+    config: EngineConfig,
+    dtype: np.dtype,
+    device: Any,
+    step_bytes: Callable[[], int],
+) -> int:
+    """What the memory fraction leaves, in blocks; arguments as of `blocks_that_fit`."""
     assert config.max_model_len and config.max_num_seqs and config.memory_fraction
     budget = _memory_budget(config, device, step_bytes)
     if config.host_cache_bytes and device.platform != "cpu":
@@ -174,10 +228,15 @@ def blocks_that_fit(
 
 def _memory_budget(config: EngineConfig, device: Any, step_bytes: Callable[[], int]) -> int:
     fraction = config.memory_fraction or 0.0
-    stats = device.memory_stats() if device.platform != "cpu" else None
+    stats = _memory_stats(device)
     if stats is None:
         return int(host_memory_bytes() * fraction)
     return int(stats["bytes_limit"] * fraction) - stats["bytes_in_use"] - step_bytes()
+
+
+def _memory_stats(device: Any) -> Any:
+    """What a device says of its memory; None for a CPU, which says nothing useful."""
+    return device.memory_stats() if device.platform != "cpu" else None
 
 
 def host_memory_bytes(limits: Sequence[Path] = CONTAINER_LIMITS) -> int:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pagedjax.engine.kv_pool import KVPool
+from pagedjax.engine.kv_pool import KVPool, check_memory, free_device_bytes
 from pagedjax.engine.kv_scales import calibrate, scales_for
 from pagedjax.engine.requests import LiveRequest
 from pagedjax.engine.scheduler_options import scheduler_config
@@ -27,6 +27,7 @@ from scheduler import FinishReason
 from scheduler.snapshot import SchedulerState, export_state, restore_state
 
 if TYPE_CHECKING:
+    from pagedjax.config import EngineConfig
     from pagedjax.engine.engine import Engine
 
 
@@ -92,8 +93,9 @@ def resize_pool(engine: Engine, num_blocks: int) -> None:
         num_blocks: blocks of the pool, the null block included.
 
     Raises:
-        ValueError: a request is longer than such a pool, or a beam search runs; nothing has
-            changed.
+        ValueError: a request is longer than such a pool, a beam search runs, or the memory is too
+            small: nothing has changed. If that shows only when the pool is made, the old pool is
+            made again, with what was in it.
     """
     config = dataclasses.replace(engine.config, num_blocks=num_blocks)
     spec = dataclasses.replace(engine.kv_spec, num_blocks=num_blocks)
@@ -107,16 +109,37 @@ def resize_pool(engine: Engine, num_blocks: int) -> None:
             f"a request has {longest} tokens, a pool of {num_blocks} blocks holds {limit}: "
             "at least one more is needed to go on"
         )
+    params, kv_scales = engine._runner.params, engine._runner.kv_scales
+    (device,) = params["embed.table"].devices()
+    there = free_device_bytes(device)
+    if device.platform != "cpu":
+        there += engine.kv_spec.pool_bytes  # the old pool goes before the new one comes
+    check_memory(spec, config, device_bytes=there, platform=device.platform)
     image = take_image(engine)
     requests = [
         dataclasses.replace(seq.request, sibling_of=_live_sibling(seq.siblings, seq))
         for seq in seqs
     ]
-    engine._runner.update_pool(lambda _: [])  # the old pool goes before the new one comes
-    engine._open(config, engine._runner.params, engine._runner.kv_scales)
-    for request in requests:
-        engine._scheduler.add(request)
-    put_image(engine, image)
+
+    def reopen(chosen: EngineConfig) -> None:
+        engine._runner.update_pool(lambda _: [])
+        engine._open(chosen, params, kv_scales)
+        for request in requests:
+            engine._scheduler.add(request)
+        put_image(engine, image)
+
+    before, refusal = engine.config, None
+    try:
+        reopen(config)
+    except (MemoryError, ValueError, jax.errors.JaxRuntimeError) as error:
+        refusal = str(error) or type(error).__name__
+    # Not in the handler: the traceback of the error keeps what had been allocated by then.
+    if refusal is not None:
+        reopen(before)
+        raise ValueError(
+            f"a pool of {num_blocks} blocks takes {spec.pool_bytes} bytes, the device had {there} "
+            f"for it; the one of {before.num_blocks} blocks is back: {refusal}"
+        )
 
 
 def recalibrate(engine: Engine, sequences: Sequence[Sequence[int]]) -> None:
