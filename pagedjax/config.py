@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import numbers
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from pagedjax.field_types import check_field_types
 from scheduler.config import BLOCK_SIZES, PREEMPTION
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KV_CACHE_DTYPES = ("auto", "fp8", "int8", "fp8-values", "int8-values")
+IMPLEMENTATIONS = ("mosaic", "triton", "xla", "reference")
 
 
 def cache_home() -> Path:
@@ -67,7 +68,8 @@ class EngineConfig:
         prefill_tokens_per_s: rate at which prompts are computed, likewise.
         max_logprobs: most alternatives per token that a request may ask for.
         seed: where the seeds of requests that bring none are drawn from.
-        implementation: backend of the paged operations by name; None picks one for the device.
+        implementation: backend of the paged operations, "mosaic", "triton", "xla" or "reference";
+            None picks one for the device.
         warm_up: compile every step at start, so that none is compiled later. Without it each
             step is compiled when first needed, and counted.
         compilation_cache: keep compiled steps in the user's cache directory, unless JAX already
@@ -99,18 +101,20 @@ class EngineConfig:
     compilation_cache: bool = True
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {DTYPES}, got {self.dtype!r}")
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ValueError(
-                f"kv_cache_dtype must be one of {KV_CACHE_DTYPES}, got {self.kv_cache_dtype!r}"
-            )
-        if self.block_size not in BLOCK_SIZES:
-            raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {self.block_size}")
+        check_field_types(self)
+        choices = {
+            "dtype": DTYPES,
+            "kv_cache_dtype": KV_CACHE_DTYPES,
+            "block_size": BLOCK_SIZES,
+            "preemption": PREEMPTION,
+            "implementation": (None, *IMPLEMENTATIONS),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
         if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction must be in (0, 1], got {self.memory_fraction}")
         least = {
-            "block_size": 1,
             "num_blocks": 2,  # the null block and one that holds data
             "max_model_len": 2,
             "max_num_seqs": 1,
@@ -120,15 +124,15 @@ class EngineConfig:
             "max_logprobs": 0,
             "host_cache_bytes": 0,
             "disk_cache_bytes": 0,
+            "seed": 0,
         }
         for name, floor in least.items():
             value = getattr(self, name)
-            is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-            if value is not None and (not is_integer or value < floor):
+            if value is None:
+                continue
+            if value < floor:
                 raise ValueError(f"{name} must be an integer, at least {floor}; got {value!r}")
-
-        if self.preemption not in PREEMPTION:
-            raise ValueError(f"preemption must be one of {PREEMPTION}, got {self.preemption!r}")
+            object.__setattr__(self, name, int(value))  # products of numpy's could overflow
         if (self.disk_cache_path is None) == (self.disk_cache_bytes > 0):
             raise ValueError(
                 f"disk_cache_path and disk_cache_bytes go together, got {self.disk_cache_path} and "
