@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagedjax.frontend import Frontend, Prompt, serve_metrics, start_engine
+from pagedjax.frontend import Frontend, Prompt, check_port, serve_metrics, start_engine
 from pagedjax.outputs import RequestOutput
 from pagedjax.sampling_params import BeamSearchParams, SamplingParams
 from pagedjax.tokenizer import Message, Tokenizer
@@ -59,7 +59,7 @@ class AsyncLLM:
         metrics: as for `LLM`.
 
     Raises:
-        ValueError: an option or the checkpoint is not usable.
+        ValueError: an option, the port or the checkpoint is not usable.
         OSError: the port is taken.
     """
 
@@ -72,6 +72,7 @@ class AsyncLLM:
         metrics_host: str = "127.0.0.1",
         **options: Any,
     ) -> None:
+        check_port(metrics_port)
         self._start(start_engine(model, progress=progress, **options), metrics_port, metrics_host)
 
     @classmethod

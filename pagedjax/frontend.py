@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pagedjax.metrics import MetricsServer
 
 Prompt = str | Sequence[int]
+MAX_PORT = 65535
 
 
 def start_engine(model: str | Path, *, progress: bool, **options: Any) -> Engine:
@@ -46,12 +47,27 @@ def start_engine(model: str | Path, *, progress: bool, **options: Any) -> Engine
         return Engine(loaded, tokenizer, config, partial(_show, bar))
 
 
+def check_port(port: Any) -> None:
+    """Refuse what is no port, before anything is started that would serve there.
+
+    Args:
+        port: 0 means any that is free, None means none at all.
+
+    Raises:
+        ValueError: it is something else than that or an integer up to 65535.
+    """
+    if port is not None and not (_is_integer(port) and 0 <= port <= MAX_PORT):
+        raise ValueError(f"a port is an integer from 0 to {MAX_PORT}, or None; got {port!r}")
+
+
 def serve_metrics(engine: Engine, port: int | None, host: str) -> MetricsServer | None:
     """A server of the engine's metrics, or None without a port.
 
     Raises:
+        ValueError: the port is none.
         OSError: the port is taken.
     """
+    check_port(port)
     if port is None:
         return None
     from pagedjax.metrics import MetricsServer

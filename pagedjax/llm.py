@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pagedjax.frontend import (
     Frontend,
     Prompt,
+    check_port,
     conversation_list,
     priority_list,
     prompt_list,
@@ -59,7 +60,7 @@ class LLM:
         metrics: the server of the metrics, if there is one.
 
     Raises:
-        ValueError: an option or the checkpoint is not usable.
+        ValueError: an option, the port or the checkpoint is not usable.
         OSError: the port is taken.
     """
 
@@ -72,6 +73,7 @@ class LLM:
         metrics_host: str = "127.0.0.1",
         **options: Any,
     ) -> None:
+        check_port(metrics_port)
         self._start(start_engine(model, progress=progress, **options), metrics_port, metrics_host)
 
     @classmethod

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from pagedjax.frontend import MAX_PORT
+
 Model = Annotated[
     str, typer.Argument(help="Directory of a native or Hugging Face checkpoint.", metavar="MODEL")
 ]
@@ -41,7 +43,11 @@ MaxModelLen = Annotated[
 
 MetricsPort = Annotated[
     int | None,
-    typer.Option(help="Serve Prometheus metrics at this port, for `pagedjax top` too.", min=0),
+    typer.Option(
+        help="Serve Prometheus metrics at this port, for `pagedjax top` too.",
+        min=0,
+        max=MAX_PORT,
+    ),
 ]
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import itertools
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 from prometheus_client.parser import text_string_to_metric_families
@@ -59,11 +62,20 @@ def metrics_url(address: str) -> str:
 
     >>> metrics_url("9400")
     'http://127.0.0.1:9400/metrics'
+
+    Raises:
+        ValueError: it is none of these.
     """
-    if "://" in address:
-        return address
     host = f"127.0.0.1:{address}" if address.isdecimal() else address
-    return f"http://{host}/metrics"
+    url = address if "://" in address else f"http://{host}/metrics"
+    try:
+        # Looked at here: the system takes a port modulo 65536, and another engine may answer.
+        wrong = urlsplit(url).port == 0 or urlsplit(url).scheme not in ("http", "https")
+    except ValueError as error:
+        raise ValueError(f"{url} is no address of metrics: {error}") from error
+    if wrong:
+        raise ValueError(f"{url} is no address of metrics: wanted a port, HOST:PORT or URL")
+    return url
 
 
 def read_samples(url: str) -> dict[tuple[str, str], float]:
@@ -73,8 +85,16 @@ def read_samples(url: str) -> dict[tuple[str, str], float]:
         OSError: nothing answers there.
         ValueError: what answers is not an engine.
     """
-    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
-        text = answer.read().decode()
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
+            text = answer.read().decode()
+    except urllib.error.HTTPError as error:
+        raise ValueError(f"{url} shows no metrics of an engine: {error}") from error
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        raise OSError(f"nothing answers at {url}: {reason}") from error
+    except (http.client.HTTPException, UnicodeDecodeError) as error:
+        raise ValueError(f"{url} shows no metrics of an engine: {error!r}") from error
     samples = {
         (sample.name.removeprefix(f"{NAMESPACE}_"), next(iter(sample.labels.values()), "")): value
         for family in text_string_to_metric_families(text)

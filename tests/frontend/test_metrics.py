@@ -2,6 +2,8 @@
 
 import asyncio
 import dataclasses
+import socket
+import threading
 import urllib.error
 import urllib.request
 
@@ -171,7 +173,13 @@ def test_top_says_what_is_wrong_with_an_address():
     server = MetricsServer(EchoEngine(), 0)
     server.close()
     gone = top(server.port)
-    assert (gone.exit_code, gone.stderr.startswith("error: ")) == (1, True)
+    where = f"http://127.0.0.1:{server.port}/metrics"
+    assert gone.exit_code == 1
+    assert gone.stderr.startswith(f"error: nothing answers at {where}: ")
+    for address in ("0", server.port + 65536, "localhost:x", "ftp://localhost/"):
+        nowhere = top(address)
+        assert nowhere.exit_code == 2, address
+        assert str(address) in nowhere.stderr and "is no address of metrics" in nowhere.stderr
     other, thread = start_http_server(0, addr="127.0.0.1", registry=CollectorRegistry())
     try:
         strange = top(f"127.0.0.1:{other.server_port}")
@@ -180,6 +188,42 @@ def test_top_says_what_is_wrong_with_an_address():
         other.server_close()
         thread.join()
     assert strange.exit_code == 2 and "no metrics of an engine" in strange.stderr
+
+
+def test_top_says_so_where_something_else_than_a_web_server_answers():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def greet():
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"220 not a web server\r\n")
+                connection.recv(4096)
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        shown = top(port)
+        thread.join()
+    assert shown.exit_code == 2
+    assert f"127.0.0.1:{port}/metrics shows no metrics of an engine" in shown.stderr
+
+
+@pytest.mark.parametrize("port", [99999, -1, "9400", 1.0, True])
+def test_what_is_no_port_is_refused_before_the_engine_starts(monkeypatch, port):
+    monkeypatch.setattr("pagedjax.llm.start_engine", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr("pagedjax.async_llm.start_engine", lambda *_, **__: pytest.fail("started"))
+    for make in (LLM, AsyncLLM):
+        with pytest.raises(ValueError, match=f"from 0 to 65535, or None; got {port!r}"):
+            make("MODEL", metrics_port=port)
+        with pytest.raises(ValueError, match="a port is an integer"):
+            make.from_engine(EchoEngine(), metrics_port=port)
+
+
+@pytest.mark.parametrize("command", [("generate", "MODEL", "x"), ("chat", "MODEL")])
+def test_the_command_line_refuses_a_port_when_it_is_read(monkeypatch, command):
+    monkeypatch.setattr("pagedjax.llm.LLM", lambda *_, **__: pytest.fail("started"))
+    done = CliRunner().invoke(app, [*command, "--metrics-port", "99999"])
+    assert done.exit_code == 2 and "65535" in done.stderr
 
 
 def test_numbers_are_short():
