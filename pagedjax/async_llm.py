@@ -210,6 +210,16 @@ class AsyncLLM:
         """
         await asyncio.wrap_future(self._submit(lambda: self._engine.swap_params(params)))
 
+    async def resize_pool(self, num_blocks: int) -> None:
+        """Give the KV pool another size; see `LLM.resize_pool`. Steps wait meanwhile.
+
+        Raises:
+            ValueError: a running request is longer than such a pool, a beam search runs, or there
+                is not so much memory; everything goes on as before.
+            EngineStopped: the engine was closed, or failed.
+        """
+        await asyncio.wrap_future(self._submit(lambda: self._engine.resize_pool(num_blocks)))
+
     async def snapshot(self, path: str | Path) -> None:
         """Write the prefix cache and the running requests to a directory; see `LLM.snapshot`.
 

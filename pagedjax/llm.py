@@ -250,6 +250,22 @@ class LLM:
         self._inboxes |= dict.fromkeys(live, inbox)
         return self._restored(before, live, inbox)
 
+    def resize_pool(self, num_blocks: int) -> None:
+        """Give the KV pool another size; requests and as much of the cache as fits stay.
+
+        Between two deltas of `stream` too. Steps are compiled anew if `warm_up` was on, and host
+        memory below the pool is emptied. Ctrl-C waits for the end of it.
+
+        Args:
+            num_blocks: blocks of the pool, the null block included.
+
+        Raises:
+            ValueError: a running request is longer than such a pool, a beam search runs, or there
+                is not so much memory; everything goes on as before.
+        """
+        with _interrupt_held_back():
+            self.engine.resize_pool(num_blocks)
+
     def calibrate_kv(self, prompts: Prompt | Sequence[Prompt]) -> None:
         """Choose the scales of a compressed KV cache by prompts of your own; empties the cache.
 
@@ -357,7 +373,7 @@ class LLM:
 
 @contextlib.contextmanager
 def _interrupt_held_back() -> Iterator[None]:
-    """Let a Ctrl-C wait for the end of the block: a step that is broken off loses its tokens.
+    """Let a Ctrl-C wait for the end of the block: what is broken off loses tokens, or the pool.
 
     Does nothing where Ctrl-C is not turned into `KeyboardInterrupt` here: outside the main thread,
     or under another handler.

@@ -98,6 +98,8 @@ def resize_pool(engine: Engine, num_blocks: int) -> None:
             made again, with what was in it.
     """
     config = dataclasses.replace(engine.config, num_blocks=num_blocks)
+    if config.num_blocks is None:
+        raise ValueError("num_blocks must be an integer, got None")
     spec = dataclasses.replace(engine.kv_spec, num_blocks=num_blocks)
     limit = scheduler_config(config, engine.arch, spec).max_seq_len
     seqs = sorted(engine._scheduler.sequences(), key=lambda seq: seq.seq_id)

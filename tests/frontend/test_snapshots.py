@@ -1,6 +1,7 @@
 """Snapshots and other weights through `LLM` and `AsyncLLM`."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -139,6 +140,55 @@ def test_an_async_beam_search_finds_what_the_blocking_one_finds():
     outputs, stats = asyncio.run(run())
     assert [output.outputs for output in outputs] == [output.outputs for output in wanted]
     assert stats.blocks_used == 0
+
+
+@pytest.mark.parametrize("num_blocks", [6, 300])
+def test_a_stream_goes_on_in_a_pool_of_another_size(num_blocks):
+    llm = LLM.from_engine(tiny_engine())
+    stream = llm.stream(PROMPTS, PARAMS)
+    parts = {0: [], 1: []}
+    for _ in range(9):
+        index, delta = next(stream)
+        parts[index].append(delta)
+    llm.resize_pool(num_blocks)
+    for refused in (1, None, "6", 10**12):
+        with pytest.raises(ValueError, match="num_blocks"):
+            llm.resize_pool(refused)
+    for index, delta in stream:
+        parts[index].append(delta)
+    assert llm.engine.stats().blocks_total == num_blocks - 1
+    assert [RequestOutput.joined(parts[i]).outputs[0].token_ids for i in (0, 1)] == wanted()
+
+
+def test_an_async_pool_gets_another_size_between_two_steps():
+    """Called while the engine's thread runs; what is refused stops nothing."""
+
+    async def run():
+        async with AsyncLLM.from_engine(tiny_engine()) as llm:
+            threads = []
+            resize = llm._engine.resize_pool
+
+            def noted(num_blocks):
+                assert not llm._engine._in_step
+                threads.append(threading.current_thread().name)
+                resize(num_blocks)
+
+            llm._engine.resize_pool = noted
+            streams = [llm.generate(prompt, PARAMS) for prompt in PROMPTS]
+            parts = [[await anext(stream)] for stream in streams]
+            for num_blocks in (6, 40):
+                await llm.resize_pool(num_blocks)
+            for refused in (None, 10**12):
+                with pytest.raises(ValueError, match="num_blocks"):
+                    await llm.resize_pool(refused)
+            for stream, part in zip(streams, parts, strict=True):
+                part.extend([delta async for delta in stream])
+            return parts, threads, await llm.stats()
+
+    parts, threads, stats = asyncio.run(run())
+    assert [RequestOutput.joined(part).outputs[0].token_ids for part in parts] == wanted()
+    assert threads == ["pagedjax-engine"] * 4
+    assert stats.blocks_total == 39
 
 
 def test_an_async_engine_swaps_weights_and_writes_snapshots(tmp_path):
