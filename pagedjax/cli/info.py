@@ -24,26 +24,41 @@ def info(
     dtype: opt.Dtype = "auto",
     kv_cache_dtype: opt.KVCacheDtype = "auto",
     block_size: opt.BlockSize = 16,
+    num_blocks: opt.NumBlocks = None,
     memory_fraction: opt.MemoryFraction = None,
+    max_model_len: opt.MaxModelLen = None,
+    max_num_seqs: opt.MaxNumSeqs = None,
+    max_num_batched_tokens: opt.MaxNumBatchedTokens = None,
+    host_cache_bytes: opt.HostCacheBytes = 0,
+    disk_cache_path: opt.DiskCachePath = None,
+    disk_cache_bytes: opt.DiskCacheBytes = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Architecture, parameters, KV bytes per token, and how many tokens fit on this machine.
+    """Architecture, parameters, and what an engine with these options makes of this machine.
+
+    Nothing is loaded. The options are those of the engine that is to be started (`LLM`, or the
+    other commands), since steps of another size leave another amount of memory to the KV pool.
 
     Example: `pagedjax info ./llama-1b`
     """
     from pagedjax.config import EngineConfig
     from pagedjax.loading import read_arch
 
-    arch = read_arch(model)
-    facts = architecture(arch) | capacity(
-        arch,
-        EngineConfig(
-            dtype=dtype,
-            kv_cache_dtype=kv_cache_dtype,
-            block_size=block_size,
-            memory_fraction=memory_fraction,
-        ),
+    config = EngineConfig(
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        memory_fraction=memory_fraction,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        host_cache_bytes=host_cache_bytes,
+        disk_cache_path=disk_cache_path,
+        disk_cache_bytes=disk_cache_bytes,
     )
+    arch = read_arch(model)
+    facts = architecture(arch) | capacity(arch, config)
     if as_json:
         typer.echo(json.dumps(facts, allow_nan=False))
         return
@@ -81,7 +96,8 @@ def capacity(arch: ArchConfig, config: EngineConfig) -> dict[str, Any]:
     import jax
 
     from pagedjax.engine.compilation_cache import enable_compilation_cache
-    from pagedjax.engine.kv_pool import blocks_that_fit, kv_spec
+    from pagedjax.engine.kv_pool import blocks_that_fit, check_memory, kv_spec
+    from pagedjax.engine.scheduler_options import scheduler_config
     from pagedjax.engine.step_memory import planned_step_bytes
     from pagedjax.frontend import weights_dtype
 
@@ -101,14 +117,24 @@ def capacity(arch: ArchConfig, config: EngineConfig) -> dict[str, Any]:
     blocks = blocks_that_fit(
         arch, config, dtype=dtype, device=device, step_bytes=lambda: step_bytes
     )
+    config = dataclasses.replace(config, num_blocks=blocks)
     spec = kv_spec(arch, config, num_blocks=blocks, dtype=dtype)
+    if stats is not None:
+        there = stats["bytes_limit"] - weights
+        check_memory(spec, config, device_bytes=there, platform=device.platform)
+    sizes = scheduler_config(config, arch, spec)
     return {
         "device": f"{device.platform}, {device.device_kind}",
         "weight_bytes": weights,
         "step_bytes": step_bytes,
+        "max_num_seqs": sizes.max_num_seqs,
+        "max_num_batched_tokens": sizes.max_num_batched_tokens,
+        "longest_sequence": sizes.max_seq_len,
         "kv_dtype": spec.dtype_name,
         "kv_bytes_per_token": spec.block_bytes // spec.block_size,
         "kv_blocks": blocks - 1,
-        "kv_pool_bytes": spec.block_bytes * blocks,
+        "kv_pool_bytes": spec.pool_bytes,
         "tokens_that_fit": (blocks - 1) * spec.block_size,
+        "host_tokens_that_fit": sizes.num_host_blocks * spec.block_size,
+        "disk_tokens_that_fit": sizes.num_disk_blocks * spec.block_size,
     }

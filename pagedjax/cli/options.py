@@ -40,6 +40,19 @@ MemoryFraction = Annotated[
 MaxModelLen = Annotated[
     int | None, typer.Option(help="Longest prompt and answer in tokens; default: the model's.")
 ]
+MaxNumSeqs = Annotated[
+    int | None, typer.Option(help="Sequences in one step; default: 256 on a GPU, 32 on a CPU.")
+]
+MaxNumBatchedTokens = Annotated[
+    int | None, typer.Option(help="Tokens in one step; default: 2048 on a GPU, 512 on a CPU.")
+]
+HostCacheBytes = Annotated[
+    int, typer.Option(help="Pinned memory of the host for what the KV pool has no room for.")
+]
+DiskCachePath = Annotated[
+    str | None, typer.Option(help="Directory for what the host has no room for.")
+]
+DiskCacheBytes = Annotated[int, typer.Option(help="How much of the disk, with the path.")]
 
 MetricsPort = Annotated[
     int | None,

@@ -252,7 +252,46 @@ def test_info_states_architecture_parameters_and_what_fits(tiny_hf, tiny_native)
     assert facts["weight_bytes"] == 4 * facts["parameters"]
     assert facts["step_bytes"] > 0
     shown = pagedjax("info", str(tiny_native))
-    assert f"parameters          {facts['parameters']:,}" in shown.stdout
+    assert f"parameters              {facts['parameters']:,}\n" in shown.stdout
+
+
+def test_info_prints_the_plan_of_the_engine_with_the_same_options(tiny_native, tmp_path):
+    options = dict(
+        max_num_seqs=3,
+        max_num_batched_tokens=48,
+        max_model_len=100,
+        host_cache_bytes=1 << 20,
+        disk_cache_path=str(tmp_path / "cache"),
+        disk_cache_bytes=1 << 21,
+    )
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    for more in ({}, dict(num_blocks=5)):
+        chosen = [*flags, *(f"--{name.replace('_', '-')}={value}" for name, value in more.items())]
+        facts = strict_json(pagedjax("info", str(tiny_native), "--json", *chosen).stdout)
+        llm = LLM(tiny_native, **options, **more, warm_up=False, progress=False)
+        stats, sizes = llm.engine.stats(), llm.engine._scheduler.config
+        assert (facts["max_num_seqs"], facts["max_num_batched_tokens"]) == (3, 48)
+        assert facts["kv_blocks"] == stats.blocks_total == (4 if more else 3 * 7)
+        assert facts["kv_pool_bytes"] == stats.pool_bytes
+        assert facts["longest_sequence"] == llm.engine.max_model_len == (64 if more else 100)
+        assert facts["host_tokens_that_fit"] == 16 * sizes.num_host_blocks > 0
+        assert facts["disk_tokens_that_fit"] == 16 * sizes.num_disk_blocks > 0
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value", "complaint"),
+    [
+        ("generate", "--num-blocks", 10**12, "num_blocks: 1000000000000 blocks of"),
+        ("info", "--num-blocks", 10**12, "num_blocks: 1000000000000 blocks of"),
+        ("info", "--host-cache-bytes", 10**16, "host_cache_bytes is 10000000000000000, the host"),
+    ],
+)
+def test_sizes_beyond_the_memory_are_bad_input(tiny_native, command, option, value, complaint):
+    """OF17."""
+    prompt = ["x"] if command == "generate" else []
+    refused = pagedjax(command, str(tiny_native), *prompt, option, str(value))
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith(f"error: {complaint}") and refused.stderr.count("\n") == 1
 
 
 def test_info_on_a_gpu_leaves_room_for_the_weights(tiny_native, monkeypatch):
@@ -265,17 +304,25 @@ def test_info_on_a_gpu_leaves_room_for_the_weights(tiny_native, monkeypatch):
             return {"bytes_limit": 24_000_000, "bytes_in_use": 0}
 
     monkeypatch.setattr(
-        "pagedjax.engine.step_memory.planned_step_bytes", lambda *_, **__: 9_000_000
+        "pagedjax.engine.step_memory.planned_step_bytes",
+        lambda _, config, **__: 9_000_000 * config.max_num_batched_tokens // 2048,
     )
     monkeypatch.setattr("jax.devices", lambda: [Gpu()])
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
     arguments = ["info", str(tiny_native), "--json", "--dtype", "bfloat16"]
     facts = strict_json(pagedjax(*arguments).stdout)
+    num_blocks = 24_000_000 // (16 * facts["kv_bytes_per_token"])
+    too_many = pagedjax(*arguments, "--num-blocks", str(num_blocks))
+    assert too_many.exit_code == 2  # they would fit if there were no weights
+    assert f"the device has {24_000_000 - facts['weight_bytes']} for them" in too_many.stderr
     left = 0.9 * 24_000_000 - 2 * facts["parameters"] - 9_000_000
     assert (facts["weight_bytes"], facts["step_bytes"]) == (2 * facts["parameters"], 9_000_000)
     assert facts["device"] == "gpu, Test GPU"
     assert facts["kv_bytes_per_token"] == 2 * 2 * 2 * 24 * 2
     assert facts["kv_blocks"] + 1 == left // (16 * facts["kv_bytes_per_token"])
+    smaller = strict_json(pagedjax(*arguments, "--max-num-batched-tokens", "1024").stdout)
+    assert smaller["step_bytes"] == 4_500_000
+    assert smaller["kv_blocks"] + 1 == (left + 4_500_000) // (16 * facts["kv_bytes_per_token"])
     monkeypatch.setattr(Gpu, "memory_stats", lambda _: {"bytes_limit": 100, "bytes_in_use": 0})
     assert "do not fit" in pagedjax(*arguments).stderr
 
