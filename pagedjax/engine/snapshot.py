@@ -50,8 +50,8 @@ def save_snapshot(engine: Engine, path: str | Path) -> None:
         ValueError: there is something else.
     """
     path = Path(path)
-    if path.exists() and not (path / MANIFEST).is_file():
-        raise ValueError(f"{str(path)!r} exists and is no snapshot")
+    if path.exists():
+        _check_is_snapshot(path)
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
@@ -87,8 +87,11 @@ def restore_snapshot(engine: Engine, path: str | Path) -> list[RequestOutput]:
         raise ValueError("a snapshot is restored into an idle engine, this one has requests")
     manifest = _read_manifest(path)
     for what, mine in _depends_on(engine).items():
-        if manifest["depends_on"].get(what) != mine:
-            raise ValueError(f"{str(path)!r} is a snapshot of another {what}")
+        if (found := manifest["depends_on"].get(what)) != mine:
+            raise ValueError(
+                f"{str(path)!r} is a snapshot of another {what}: got digest {found!r}, "
+                f"wanted {mine!r}"
+            )
     files = manifest["files"]
     document = json.loads(_read_file(path / STATE, files))
     state = _state_from_json(document["scheduler"])
@@ -160,14 +163,36 @@ def _write(engine: Engine, directory: Path) -> None:
     _sync_directory(directory)
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def _check_is_snapshot(path: Path) -> None:
+    """Of any version, and whole or not. A checkpoint is a directory with a manifest, too.
+
+    Raises:
+        ValueError: something else is there.
+    """
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
+        found = repr(manifest.get("format")) if isinstance(manifest, dict) else "no object"
     except (OSError, ValueError) as error:
-        raise ValueError(f"{str(path)!r} is no snapshot: {error}") from error
+        found = str(error)
+    if found != repr(FORMAT):
+        raise ValueError(
+            f"{str(path)!r} exists and is no snapshot: wanted {MANIFEST} of format {FORMAT!r}, "
+            f"got {found}"
+        )
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    path = path / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{str(path.parent)!r} is no snapshot: {error}") from error
     named = (manifest.get("format"), manifest.get("version")) if isinstance(manifest, dict) else ()
     if named != (FORMAT, VERSION):
         raise ValueError(f"{str(path)!r}: wanted {FORMAT!r} version {VERSION}, got {named}")
+    for name in ("depends_on", "files"):
+        if not isinstance(got := manifest.get(name), dict):
+            raise ValueError(f"{str(path)!r} is damaged: wanted an object {name!r}, got {got!r}")
     return manifest
 
 
@@ -181,6 +206,10 @@ def _write_file(path: Path, content: bytes) -> dict[str, Any]:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+    return _size_and_digest(content)
+
+
+def _size_and_digest(content: bytes) -> dict[str, Any]:
     return {"size": len(content), "digest": hashlib.blake2b(content, digest_size=16).hexdigest()}
 
 
@@ -194,9 +223,8 @@ def _read_file(path: Path, files: dict[str, Any]) -> bytes:
         content = path.read_bytes()
     except OSError as error:
         raise ValueError(f"{str(path)!r} is missing from the snapshot: {error}") from error
-    digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-    if files.get(path.name) != {"size": len(content), "digest": digest}:
-        raise ValueError(f"{str(path)!r} is damaged")
+    if (got := _size_and_digest(content)) != (wanted := files.get(path.name)):
+        raise ValueError(f"{str(path)!r} is damaged: got {got}, wanted {wanted}")
     return content
 
 

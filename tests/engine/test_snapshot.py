@@ -180,32 +180,67 @@ def test_snapshots_of_others_and_damaged_ones_are_refused(tmp_path):
     run(engine, 4)
     path = tmp_path / "s"
     engine.snapshot(path)
-    with pytest.raises(ValueError, match="another model's weights"):
+    with pytest.raises(ValueError, match="another model's weights: got digest '.*', wanted '"):
         tiny_engine(tiny_model(seed=1)).restore(path)
-    with pytest.raises(ValueError, match="another model$"):
+    with pytest.raises(ValueError, match="another model: got digest '.*', wanted '"):
         tiny_engine(tiny_model(layers=1, windows=(None,))).restore(path)
     kinds = [{"kv_cache_dtype": name} for name in ("int8", "int8-values")]
     for options in (*kinds, {"block_size": 32}):
-        with pytest.raises(ValueError, match="another kind of KV cache"):
+        with pytest.raises(ValueError, match="another kind of KV cache: got .*, wanted '"):
             tiny_engine(**options).restore(path)
     with pytest.raises(ValueError, match="idle engine"):
         engine.restore(path)
     with pytest.raises(ValueError, match="is no snapshot"):
         tiny_engine().restore(tmp_path / "nothing")
-    (tmp_path / "other").mkdir()
-    with pytest.raises(ValueError, match="exists and is no snapshot"):
-        engine.snapshot(tmp_path / "other")
     for name in ("blocks.1.bin", "state.json"):
         whole_file = (path / name).read_bytes()
         for content in (whole_file[:-1], whole_file[:-1] + b"\x07", b""):
             (path / name).write_bytes(content)
-            with pytest.raises(ValueError, match="damaged"):
+            message = rf"{name}' is damaged: got .*{len(content)},.*wanted .*{len(whole_file)},"
+            with pytest.raises(ValueError, match=message):
                 tiny_engine().restore(path)
         (path / name).write_bytes(whole_file)
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | {"version": 1}))
     with pytest.raises(ValueError, match="wanted 'pagedjax-snapshot' version 2, got .* 1"):
         tiny_engine().restore(path)
+    for name in ("files", "depends_on"):
+        without = {key: value for key, value in manifest.items() if key != name}
+        for damaged in (without, manifest | {name: None}, manifest | {name: []}):
+            (path / "manifest.json").write_text(json.dumps(damaged))
+            message = rf"manifest.json' is damaged: wanted an object '{name}', got (None|\[\])"
+            with pytest.raises(ValueError, match=message):
+                tiny_engine().restore(path)
+    (path / "manifest.json").write_text(json.dumps(manifest | {"files": {}}))
+    with pytest.raises(ValueError, match="state.json' is damaged: got .*, wanted None"):
+        tiny_engine().restore(path)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "got"),
+    [
+        ('{"format": "pagedjax-checkpoint", "version": 1}', "got 'pagedjax-checkpoint'"),
+        ("{}", "got None"),
+        ("[]", "got no object"),
+        ("half {", "got Expecting value"),
+        (None, "got .*No such file"),
+    ],
+)
+def test_only_a_snapshot_is_replaced(tmp_path, manifest, got):
+    path = tmp_path / "checkpoint"
+    (path / "params").mkdir(parents=True)
+    (path / "params" / "weights").write_bytes(b"precious")
+    if manifest is not None:
+        (path / "manifest.json").write_text(manifest)
+    wanted = "exists and is no snapshot: wanted manifest.json of format 'pagedjax-snapshot', "
+    with pytest.raises(ValueError, match=wanted + got):
+        tiny_engine().snapshot(path)
+    assert (path / "params" / "weights").read_bytes() == b"precious"
+    with pytest.raises(ValueError, match=wanted + "got .*Not a directory"):
+        tiny_engine().snapshot(path / "params" / "weights")
+    (path / "manifest.json").write_text('{"format": "pagedjax-snapshot", "version": 1}')
+    tiny_engine().snapshot(path)
+    assert not (path / "params").exists(), "a snapshot of any version"
 
 
 def test_a_snapshot_replaces_an_earlier_one_and_leaves_nothing_beside_it(tmp_path, monkeypatch):
