@@ -4,16 +4,17 @@ A file is written under another name, forced to the disk and then renamed, so th
 the whole file or none. It begins with the key of its content and a digest of everything, so that
 a file that is damaged, cut short or another's is told from a good one, and counts as missing.
 
-Nothing here is waited for. Writes that the disk is too slow for are dropped, and reads that take
-too long are given up; both are reported as failed. A file is called bad only if it has been seen to
-be: not because the disk was slow, or failed this time. No fault of a disk reaches a request.
+Nothing here is waited for. Writes that the disk is too slow for are dropped, and reads are given
+up while the disk stands still; both are reported as failed. A file is called bad only if it has
+been seen to be: not because the disk was slow, or failed this time. No fault of a disk reaches a
+request.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import shutil
+import re
 import struct
 import threading
 import time
@@ -31,7 +32,11 @@ _HEADER = struct.Struct("<8sIQ")  # magic, bytes of the key, bytes of the conten
 _MAGIC = b"PJKVB001"
 _DIGEST_BYTES = 16
 _SUFFIX, _PARTIAL = ".kv", ".partial"
+_NAMESPACE, _FILE = re.compile("[0-9a-f]{32}"), re.compile(rf"([0-9a-f]{{64}})\{_SUFFIX}")
 _FILE_SYSTEM_BLOCK = 4096
+# What an operation can fail with: the disk, too little memory, or the device that has the content.
+# Anything else is a fault of this program, which ends the thread with a traceback.
+_FAULTS = (OSError, MemoryError, RuntimeError)
 
 
 def file_bytes(block_bytes: int, block_size: int) -> int:
@@ -102,7 +107,6 @@ class _Read:
 
     key: bytes
     slot: int
-    deadline: float
     given_up: bool = False
 
 
@@ -119,11 +123,12 @@ class DiskTier:
         namespace: what the blocks depend on besides their keys, as 32 hexadecimal digits.
         block_bytes: size of a block's content.
         max_pending: most writes that wait; a write beyond them fails at once.
-        patience_s: how long a read may take, its time in the queue included.
+        patience_s: how long reads wait for the next of them to end. Then the disk stands still:
+            all of them are given up, and others fail at once until it has come past these.
         io: the calls to the file system.
 
     Raises:
-        ValueError: the directory can not be made.
+        ValueError: the directory can not be made, or nothing can be written there.
     """
 
     def __init__(
@@ -144,12 +149,21 @@ class DiskTier:
         self._directory = path / namespace
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
+            probe = self._directory / f"{os.getpid()}.0{_PARTIAL}"
+            probe.touch()  # no content: the disk may be full
+            probe.unlink()
         except OSError as error:
-            raise ValueError(f"disk_cache_path {str(path)!r} can not be made: {error}") from error
+            raise ValueError(
+                f"disk_cache_path is to be a directory that can be written, got {str(path)!r}: "
+                f"{error}"
+            ) from error
         self._reads: dict[int, _Read] = {}  # by slot
+        self._patient_until = 0.0
+        self._num_late = 0  # reads that were given up and have not come back
         self._serial = 0
+        self._undeleted: set[Path] = set()  # of the other thread; they take room promised to others
         self._lock = threading.Condition()  # guards what follows
-        self._jobs: deque[Callable[[], None]] = deque()
+        self._jobs: deque[Callable[[], object]] = deque()
         self._num_writes = 0
         self._events: deque[Written | tuple[_Read, Fetched]] = deque()
         self._closing = False
@@ -163,9 +177,8 @@ class DiskTier:
         found: list[tuple[float, bytes]] = []
         with suppress(OSError):  # what can not be listed is not there
             for entry in os.scandir(self._directory):
-                name = entry.name.removesuffix(_SUFFIX)
-                if len(name) == 64 and name != entry.name:
-                    found.append((entry.stat().st_mtime, bytes.fromhex(name)))
+                if match := _FILE.fullmatch(entry.name):
+                    found.append((entry.stat().st_mtime, bytes.fromhex(match[1])))
         return [name for _, name in sorted(found)]
 
     def write(self, key: bytes, content: Callable[[], np.ndarray]) -> None:
@@ -188,9 +201,14 @@ class DiskTier:
     def read(self, key: bytes, slot: int) -> None:
         """Begin to read a block for a slot that no other read is for; `poll` reports it."""
         path = _path(self._directory, key)
-        read = _Read(key, slot, time.monotonic() + self._patience_s)
+        read = _Read(key, slot)
+        if not self._reads:
+            self._patient_until = time.monotonic() + self._patience_s
         self._reads[slot] = read
-        self._submit(lambda: self._read(read, path))
+        if self._num_late:
+            self._tell((read, Fetched(slot, None)))
+        else:
+            self._submit(lambda: self._read(read, path))
 
     @property
     def is_reading(self) -> bool:
@@ -212,22 +230,27 @@ class DiskTier:
         self._submit(self._delete_others)
 
     def poll(self) -> list[Written | Fetched]:
-        """What has ended since the last call; a read that takes too long ends without content."""
+        """What has ended since the last call, all reads among it if the disk stands still."""
         with self._lock:
             events, self._events = self._events, deque()
+        now = time.monotonic()
         ended: list[Written | Fetched] = []
         for event in events:
             if isinstance(event, Written):
                 ended.append(event)
-            elif not event[0].given_up:
+            elif event[0].given_up:
+                self._num_late -= 1
+            else:
                 read, fetched = event
                 del self._reads[read.slot]
                 ended.append(fetched)
-        now = time.monotonic()
-        for read in [read for read in self._reads.values() if read.deadline < now]:
-            read.given_up = True
-            del self._reads[read.slot]
-            ended.append(Fetched(read.slot, None))
+                self._patient_until = now + self._patience_s
+        if now > self._patient_until:
+            for slot, read in self._reads.items():
+                read.given_up = True
+                ended.append(Fetched(slot, None))
+            self._num_late += len(self._reads)
+            self._reads.clear()
         return ended
 
     def wait(self, timeout_s: float) -> None:
@@ -242,7 +265,7 @@ class DiskTier:
             self._lock.notify_all()
         self._thread.join(timeout_s)
 
-    def _submit(self, job: Callable[[], None]) -> None:
+    def _submit(self, job: Callable[[], object]) -> None:
         with self._lock:
             self._jobs.append(job)
             self._lock.notify_all()
@@ -264,31 +287,31 @@ class DiskTier:
     def _write(
         self, key: bytes, content: Callable[[], np.ndarray], partial: Path, path: Path
     ) -> None:
-        payload = content()
-        assert payload.nbytes == self._block_bytes
-        try:
-            header = _HEADER.pack(_MAGIC, len(key), payload.nbytes)
-            self._io.write(partial, [header, key, payload.data, _digest(header, key, payload)])
-            self._io.rename(partial, path)
-            ok = True
-        except OSError:
-            ok = False
-            with suppress(OSError):
-                self._io.delete(partial)
+        # What could not be deleted has its room still, so that nothing new may take any.
+        ok = all(self._delete(left) for left in list(self._undeleted))
+        if ok:
+            try:
+                payload = content()
+                assert payload.nbytes == self._block_bytes
+                header = _HEADER.pack(_MAGIC, len(key), payload.nbytes)
+                self._io.write(partial, [header, key, payload.data, _digest(header, key, payload)])
+                self._io.rename(partial, path)
+            except _FAULTS:
+                ok = False
+                self._delete(partial)
         with self._lock:
             self._num_writes -= 1
         self._tell(Written(key, ok))
 
     def _read(self, read: _Read, path: Path) -> None:
-        if read.given_up:
-            return
         content, is_bad = None, False
         try:
-            content = self._checked(self._io.read(path), read.key)
-            is_bad = content is None
+            if not read.given_up:
+                content = self._checked(self._io.read(path), read.key)
+                is_bad = content is None
         except FileNotFoundError:
             is_bad = True
-        except OSError:
+        except _FAULTS:
             pass
         self._tell((read, Fetched(read.slot, content, is_bad)))
 
@@ -302,20 +325,37 @@ class DiskTier:
         content = np.frombuffer(data, np.uint8, self._block_bytes, start)
         return content if _digest(header, key, content) == data[end:] else None
 
-    def _delete(self, path: Path) -> None:
-        with suppress(OSError):
+    def _delete(self, path: Path) -> bool:
+        """Delete a file; whether it is gone. If not, that is tried again before the next write."""
+        try:
             self._io.delete(path)
+        except _FAULTS:
+            self._undeleted.add(path)
+            return False
+        self._undeleted.discard(path)
+        return True
 
     def _delete_others(self) -> None:
-        """Delete the directories of other namespaces, and files that a crash has left half done."""
+        """Delete files of other namespaces, and those that a crash has left half done."""
         own = f"{os.getpid()}."
-        with suppress(OSError):
-            for entry in os.scandir(self._root):
-                if entry.is_dir() and len(entry.name) == 32 and entry.name != self._directory.name:
-                    shutil.rmtree(entry.path, ignore_errors=True)
+        with suppress(*_FAULTS):
             for partial in self._directory.glob(f"*{_PARTIAL}"):
                 if not partial.name.startswith(own):
-                    self._io.delete(partial)
+                    self._delete(partial)
+        with suppress(*_FAULTS):
+            for entry in os.scandir(self._root):
+                is_own = entry.name == self._directory.name
+                if _NAMESPACE.fullmatch(entry.name) and not is_own:
+                    self._delete_namespace(Path(entry.path))
+
+    def _delete_namespace(self, directory: Path) -> None:
+        """Delete what this class has written in a directory, and the directory if that was all."""
+        with suppress(*_FAULTS):
+            for entry in os.scandir(directory):
+                is_ours = entry.name.endswith((_SUFFIX, _PARTIAL))
+                if is_ours and entry.is_file(follow_symlinks=False):
+                    self._delete(Path(entry.path))
+            directory.rmdir()
 
 
 def _path(directory: Path, key: bytes) -> Path:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from pagedjax.config import EngineConfig
-from pagedjax.engine.disk_tier import DiskTier, Written
+from pagedjax.engine.disk_tier import DiskTier, Written, file_bytes
 from pagedjax.engine.fingerprint import weights_digest
 from pagedjax.engine.kv_pool import KVPool, KVSpec
 from pagedjax.engine.offload import BlockMover, LinkRates
@@ -142,7 +142,8 @@ def open_lower_tiers(
     if tiers is None:
         if config.host_cache_bytes:
             raise ValueError(
-                f"host_cache_bytes is {config.host_cache_bytes}, one block has {spec.block_bytes}"
+                f"host_cache_bytes is to hold a block, at least {spec.block_bytes}; "
+                f"got {config.host_cache_bytes}"
             )
         return None
     mover = BlockMover(runner.abstract_pool, tiers.num_host_blocks)
@@ -158,7 +159,8 @@ def open_lower_tiers(
     if config.disk_cache_path is not None:
         if not scheduler.config.num_disk_blocks:
             raise ValueError(
-                f"disk_cache_bytes is {config.disk_cache_bytes}, one block has {spec.block_bytes}"
+                "disk_cache_bytes is to hold the file of a block, at least "
+                f"{file_bytes(spec.block_bytes, spec.block_size)}; got {config.disk_cache_bytes}"
             )
         disk = DiskTier(
             Path(config.disk_cache_path),

@@ -132,12 +132,13 @@ def test_any_flipped_byte_is_seen(open_tier, tmp_path):
 class Faulty(FileIO):
     """Fails where told to: at `write`, midway through it, at `rename`, `read` or `delete`."""
 
-    def __init__(self, where, code):
-        self.where, self.code = where, code
+    def __init__(self, where, code=errno.EIO, error=None):
+        self.where = where
+        self.error = error or OSError(code, "injected")
 
     def _fail(self, where):
         if where == self.where:
-            raise OSError(self.code, "injected")
+            raise self.error
 
     def write(self, path, parts):
         self._fail("write")
@@ -186,15 +187,88 @@ def test_other_failures_are_misses_or_nothing(open_tier, where):
     assert np.array_equal(read(tier, 1)[1], content_of(1))
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("the device is gone")])
+@pytest.mark.parametrize("where", ["content", "write", "rename", "read", "delete"])
+def test_whatever_an_operation_fails_with_the_next_one_is_done(open_tier, where, error):
+    faulty = Faulty(None, error=error)
+    tier = open_tier(io=faulty)
+    assert write(tier, 1) == [True]
+
+    def content():
+        faulty._fail("content")
+        return content_of(2)
+
+    faulty.where = where
+    tier.delete(key_digest(key_of(3)))
+    tier.write(key_of(2), content)
+    tier.read(key_of(1), slot=1)
+    written, fetched = collect(tier, 2)
+    assert written == Written(key_of(2), where == "read")
+    assert (fetched.content is None) == (where == "read") and not fetched.is_bad
+    faulty.where = None
+    assert write(tier, 2) == [True] and np.array_equal(read(tier, 2)[2], content_of(2))
+
+
+def test_what_can_not_be_deleted_keeps_its_room_until_it_can(open_tier, tmp_path):
+    """Files of other weights too: the disk never holds more than was allowed."""
+    stale = tmp_path / "cache" / OTHER / f"{'0' * 64}.kv"
+    stale.parent.mkdir(parents=True)
+    stale.write_bytes(b"of other weights")
+    faulty = Faulty("delete")
+    tier = open_tier(io=faulty)
+    assert write(tier, 1, 2) == [False, False]
+    assert [path for path in (tmp_path / "cache").rglob("*.*")] == [stale]
+    faulty.where = None
+    assert write(tier, 1) == [True] and not stale.exists()
+    faulty.where = "delete"
+    tier.delete(key_digest(key_of(1)))
+    assert write(tier, 2, 3) == [False, False]
+    assert tier.names() == [key_digest(key_of(1))]
+    faulty.where = None
+    assert write(tier, 2) == [True] and tier.names() == [key_digest(key_of(2))]
+
+
 def test_what_a_crash_left_half_written_is_cleared_and_never_read(open_tier, tmp_path):
     directory = tmp_path / "cache" / NAMESPACE
     directory.mkdir(parents=True)
     (directory / "1.7.partial").write_bytes(b"half")
-    (directory / "notes.txt").write_text("not ours")
+    foreign = [directory / name for name in ("notes.txt", f"{'z' * 64}.kv", f"{'0' * 64}.txt")]
+    for path in foreign:
+        path.write_text("not ours")
     tier = open_tier()
     assert tier.names() == []
     read(tier, 1)
-    assert [path.name for path in directory.iterdir()] == ["notes.txt"]
+    assert sorted(directory.iterdir()) == sorted(foreign)
+
+
+def test_only_blocks_are_deleted_from_directories_of_others(open_tier, tmp_path):
+    cache, elsewhere = tmp_path / "cache", tmp_path / "elsewhere"
+    stays = [
+        cache / "thirty-two-characters-long-name!" / "a.kv",
+        cache / ("A" * 32) / "a.kv",  # digits are written in lower case
+        cache / ("a" * 32) / "precious.txt",
+        cache / ("a" * 32) / "directory.kv" / "a.kv",
+        cache / ("0" * 31) / "a.kv",
+        elsewhere / "a.txt",
+    ]
+    goes = [
+        cache / ("a" * 32) / f"{'1' * 64}.kv",
+        cache / ("b" * 32) / f"{'2' * 64}.kv",
+        cache / ("b" * 32) / "7.1.partial",
+    ]
+    for path in stays + goes:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"content")
+    (cache / ("b" * 32) / "link.kv").symlink_to(elsewhere / "a.txt")
+    (cache / ("c" * 32)).write_text("a file")
+    tier = open_tier()
+    read(tier, 1)
+    assert all(path.exists() for path in stays) and not any(path.exists() for path in goes)
+    assert (cache / ("b" * 32) / "link.kv").is_symlink() and (cache / ("c" * 32)).exists()
+    (cache / ("b" * 32) / "link.kv").unlink()
+    tier.forget(NAMESPACE)
+    read(tier, 1)
+    assert not (cache / ("b" * 32)).exists(), "it was empty"
 
 
 class Stuck(FileIO):
@@ -231,6 +305,42 @@ def test_a_disk_that_stands_still_is_not_waited_for(open_tier):
     assert [event.ok for event in late if isinstance(event, Written)] == [True] * 3
 
 
+def test_a_disk_that_stands_still_is_waited_for_once(open_tier):
+    """Others who ask meanwhile are told at once, and are served again when it goes on."""
+    disk = Stuck()
+    disk.go_on.set()
+    tier = open_tier(io=disk)
+    write(tier, 1, 2)
+    disk.go_on.clear()
+    tier._patience_s = 0.1
+    assert read(tier, 1, 2) == {1: None, 2: None}
+    tier._patience_s = 1000.0
+    for _ in range(3):
+        tier.read(key_of(1), slot=1)
+        assert collect(tier, 1) == [Fetched(1, None, is_bad=False)]
+    disk.go_on.set()
+    write(tier, 3)  # after the reads that were given up
+    tier.poll()
+    found = read(tier, 1, 2)
+    assert all(np.array_equal(found[number], content_of(number)) for number in (1, 2))
+
+
+class Unhurried(FileIO):
+    """A disk that takes a while for each read."""
+
+    def read(self, path):
+        time.sleep(0.1)
+        return super().read(path)
+
+
+def test_a_read_does_not_pay_for_the_ones_before_it(open_tier):
+    numbers = range(12)
+    tier = open_tier(io=Unhurried(), patience_s=0.6)
+    assert all(write(tier, *numbers))
+    found = read(tier, *numbers)
+    assert all(np.array_equal(found[number], content_of(number)) for number in numbers)
+
+
 def test_other_weights_find_nothing_and_clear_the_directory(open_tier, tmp_path):
     """BM26 for files."""
     tier = open_tier()
@@ -253,10 +363,13 @@ def test_forgetting_without_other_weights_empties_the_directory(open_tier):
     assert write(tier, 1) == [True]
 
 
-def test_a_directory_that_can_not_be_made_is_refused(tmp_path):
+def test_a_directory_that_can_not_be_made_or_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ValueError, match="disk_cache_path .*file"):
+    with pytest.raises(ValueError, match="disk_cache_path .* can be written, got .*file'"):
         DiskTier(tmp_path / "file", NAMESPACE, block_bytes=BLOCK_BYTES)
+    (tmp_path / NAMESPACE).symlink_to("/proc/self")  # where nobody can write, root neither
+    with pytest.raises(ValueError, match="disk_cache_path .* can be written, got "):
+        DiskTier(tmp_path, NAMESPACE, block_bytes=BLOCK_BYTES)
 
 
 def test_closing_finishes_the_writes_that_have_begun(open_tier):

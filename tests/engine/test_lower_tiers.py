@@ -319,6 +319,27 @@ def test_no_fault_of_the_disk_reaches_a_request(tmp_path, monkeypatch, slowness,
     assert sum(path.stat().st_size for path in files) <= engine.config.disk_cache_bytes * 1.5
 
 
+class Undeletable(disk_tier.FileIO):
+    """A disk that deletes nothing."""
+
+    def delete(self, path):
+        raise OSError(5, "injected")
+
+
+def test_a_disk_that_deletes_nothing_gets_no_more_files_than_allowed(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_tier, "FileIO", Undeletable)
+    limit = 10
+    size = disk_tier.file_bytes(BLOCK_BYTES, 16)
+    engine = engine_with(6, num_blocks=14, disk_cache_path=tmp_path, disk_cache_bytes=limit * size)
+    for seed in range(4):
+        for prompt in random_prompts((100, 110, 120), seed):
+            serve(engine, [prompt], GREEDY)
+    engine._lower.close()
+    engine.step()
+    assert counts(engine).failed_spills > 0 < counts(engine).disk_evictions
+    assert len(list(Path(tmp_path).rglob("*.kv"))) == limit
+
+
 def test_a_pool_of_another_size_has_the_same_disk_below_it(tmp_path):
     engine, prompts = fill_disk(tmp_path, preemption="swap")
     for index, prompt in enumerate(prompts):
@@ -368,9 +389,10 @@ def test_a_model_with_a_window_keeps_only_what_it_sees_when_swapped():
 
 
 def test_memory_that_holds_no_block_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=f"host_cache_bytes is 100, one block has {BLOCK_BYTES}"):
+    with pytest.raises(ValueError, match=f"host_cache_bytes .* at least {BLOCK_BYTES}; got 100"):
         tiny_engine(host_cache_bytes=100)
-    with pytest.raises(ValueError, match="disk_cache_bytes is 100, one block has"):
+    size = disk_tier.file_bytes(BLOCK_BYTES, 16)
+    with pytest.raises(ValueError, match=f"disk_cache_bytes .* at least {size}; got 100"):
         tiny_engine(host_cache_bytes=1 << 20, disk_cache_path=tmp_path, disk_cache_bytes=100)
 
 
