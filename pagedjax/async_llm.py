@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagedjax.frontend import Frontend, Prompt, check_port, serve_metrics, start_engine
+from pagedjax.heap import settled_heap
 from pagedjax.outputs import RequestOutput
 from pagedjax.sampling_params import BeamSearchParams, SamplingParams
 from pagedjax.tokenizer import Message, Tokenizer
@@ -313,21 +314,22 @@ class AsyncLLM:
         failure = None
         try:
             while not self._closing:
-                self._obey()
-                if self._engine.has_unfinished():
-                    self._deliver(self._engine.step())
-                    if self.metrics is not None:
-                        self.metrics.look()
+                self._obey(wait=not self._engine.has_unfinished())
+                with settled_heap():
+                    while self._engine.has_unfinished() and not self._closing:
+                        self._deliver(self._engine.step())
+                        if self.metrics is not None:
+                            self.metrics.look()
+                        self._obey()
         except BaseException as error:  # whatever it is, those who wait must hear of it
             failure = error
         self._stop(failure)
 
-    def _obey(self) -> None:
-        """Carry out all waiting commands; sleep until there is one if the engine is idle."""
-        waits = not self._engine.has_unfinished()
-        while waits or not self._commands.empty():
+    def _obey(self, *, wait: bool = False) -> None:
+        """Carry out all waiting commands; with `wait`, sleep until there is one."""
+        while wait or not self._commands.empty():
             function, future = self._commands.get()
-            waits = False
+            wait = False
             if not future.set_running_or_notify_cancel():
                 continue
             try:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 # Objects more than were freed, after which the collector looks at the new ones. A step's are freed
 # while the next are made, a few for each sequence: they alone are never a reason to look.
 _NEW_OBJECTS = 50_000
+
+_lock = threading.Lock()
+_inside = 0  # blocks that have begun and not ended, of all threads
+_thresholds = gc.get_threshold()  # from before the first of them
 
 
 @contextmanager
@@ -18,13 +23,21 @@ def settled_heap() -> Iterator[None]:
     A full collection looks at every object that there is, which with JAX loaded are hundreds of
     thousands: a pause of a tenth of a second, as long as dozens of steps, and each step makes
     enough objects to bring the next one nearer. Whatever was there before is looked at again
-    afterwards, so that nothing is lost for good.
+    afterwards, so that nothing is lost for good. Blocks of several threads may overlap: the first
+    to begin settles the heap, and the last to end unsettles it.
     """
-    thresholds = gc.get_threshold()
-    gc.freeze()
-    gc.set_threshold(_NEW_OBJECTS, *thresholds[1:])
+    global _inside, _thresholds
+    with _lock:
+        if not _inside:
+            _thresholds = gc.get_threshold()
+            gc.freeze()
+            gc.set_threshold(_NEW_OBJECTS, *_thresholds[1:])
+        _inside += 1
     try:
         yield
     finally:
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()
+        with _lock:
+            _inside -= 1
+            if not _inside:
+                gc.set_threshold(*_thresholds)
+                gc.unfreeze()

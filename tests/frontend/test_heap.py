@@ -26,6 +26,17 @@ def test_only_what_is_made_inside_is_collected_inside():
     assert old() is None
 
 
+def test_overlapping_blocks_end_with_the_last():
+    thresholds = gc.get_threshold()
+    first, second = settled_heap(), settled_heap()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert gc.get_freeze_count() > 0 and gc.get_threshold() != thresholds
+    second.__exit__(None, None, None)
+    assert gc.get_freeze_count() == 0 and gc.get_threshold() == thresholds
+
+
 def test_an_error_does_not_leave_the_heap_settled():
     thresholds = gc.get_threshold()
     with pytest.raises(KeyError), settled_heap():
