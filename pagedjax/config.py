@@ -14,6 +14,9 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 KV_CACHE_DTYPES = ("auto", "fp8", "int8", "fp8-values", "int8-values")
 IMPLEMENTATIONS = ("mosaic", "triton", "xla", "reference")
 
+# Tokens and rows of a step are counted in int32 on the device.
+_MOST: dict[str, int] = {"max_num_seqs": 2**31 - 1, "max_num_batched_tokens": 2**31 - 1}
+
 
 def cache_home() -> Path:
     """The user's cache directory for this project."""
@@ -130,6 +133,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is None:
                 continue
+            if value > _MOST.get(name, value):
+                raise ValueError(f"{name} must be at most {_MOST[name]}, got {value!r}")
             if value < floor:
                 raise ValueError(f"{name} must be an integer, at least {floor}; got {value!r}")
             object.__setattr__(self, name, int(value))  # products of numpy's could overflow

@@ -168,18 +168,18 @@ def blocks_that_fit(
 
 
 def check_memory(spec: KVSpec, config: EngineConfig, *, device_bytes: int, platform: str) -> None:
-    """Refuse a KV pool or a host cache that is larger than the memory, before either is made.
+    """Refuse a pool, a host cache or block tables larger than the memory, before any is made.
 
-    On a CPU both lie in the same memory.
+    On a CPU all lie in the same memory.
 
     Args:
         spec: of the pool.
-        config: how large the host cache is to be.
+        config: resolved options, which say how large the others are to be.
         device_bytes: what the device has for the pool.
         platform: of the device.
 
     Raises:
-        ValueError: one of them does not fit.
+        ValueError: one of them does not fit; the text names the bytes wanted and there.
     """
     if spec.pool_bytes > device_bytes:
         raise ValueError(
@@ -190,6 +190,14 @@ def check_memory(spec: KVSpec, config: EngineConfig, *, device_bytes: int, platf
     if config.host_cache_bytes > host_bytes:
         raise ValueError(
             f"host_cache_bytes is {config.host_cache_bytes}, the host has {host_bytes} bytes"
+        )
+    assert config.max_num_seqs and config.max_model_len
+    table_bytes = -(-config.max_model_len // spec.block_size) * np.dtype(np.int32).itemsize
+    if config.max_num_seqs * table_bytes > host_bytes - config.host_cache_bytes:
+        raise ValueError(
+            f"max_num_seqs is {config.max_num_seqs}: block tables of {table_bytes} bytes each take "
+            f"{config.max_num_seqs * table_bytes} bytes, the host has "
+            f"{host_bytes - config.host_cache_bytes} left"
         )
 
 

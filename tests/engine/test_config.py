@@ -38,6 +38,8 @@ def test_a_value_of_another_type_is_refused_by_name(field):
         ("memory_fraction", "a", "memory_fraction must be a number or None, got 'a'"),
         ("disk_cache_path", 5, "disk_cache_path must be text or a path or None, got 5"),
         ("prefix_caching", "no", "prefix_caching must be True or False, got 'no'"),
+        ("max_num_seqs", 2**31, "max_num_seqs must be at most 2147483647, got 2147483648"),
+        ("max_num_batched_tokens", 10**12, "must be at most 2147483647, got 1000000000000"),
         ("seed", -1, "seed must be an integer, at least 0; got -1"),
         ("implementation", "foo", "implementation must be one of .*'xla', .* got 'foo'"),
     ],

@@ -61,11 +61,21 @@ def test_a_host_cache_beyond_the_memory_is_refused_at_the_start(num_blocks):
 
 def test_pool_and_host_cache_share_a_cpus_memory_and_not_a_gpus():
     half = host_memory_bytes() * 6 // 10
-    config = EngineConfig(host_cache_bytes=half)
+    config = EngineConfig(host_cache_bytes=half).resolved(platform="cpu", max_positions=256)
     spec = kv_spec(tiny_arch(), config, num_blocks=half // BLOCK_BYTES, dtype="float32")
     check_memory(spec, config, device_bytes=half, platform="gpu")
     with pytest.raises(ValueError, match="host_cache_bytes"):
         check_memory(spec, config, device_bytes=host_memory_bytes(), platform="cpu")
+
+
+def test_more_sequences_than_the_memory_has_block_tables_for_are_refused(monkeypatch):
+    """OF17."""
+    monkeypatch.setattr("pagedjax.engine.kv_pool.host_memory_bytes", lambda: 1 << 30)
+    seqs = (1 << 30) // (16 * 4)  # which leaves nothing for the pool
+    with pytest.raises(
+        ValueError, match=f"is {seqs}: block tables of 64 bytes each take {seqs * 64}"
+    ):
+        tiny_engine(max_num_seqs=seqs, max_num_batched_tokens=seqs)
 
 
 def test_a_resize_beyond_the_memory_is_refused_and_changes_nothing():
