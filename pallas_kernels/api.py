@@ -29,7 +29,7 @@ from pallas_kernels.checks import (
     check_scales,
     check_shape,
     check_shared_blocks,
-    check_slots,
+    check_slot_mapping,
     check_values,
 )
 from pallas_kernels.mixed_batch import attend_mixed_batch
@@ -114,25 +114,21 @@ def write_kv(
         ValueError: a shape or dtype does not fit; the text names got and wanted.
     """
     check_pool(kv_pool)
-    blocks, _, kv_heads, block_size, head_dim = parts_of(kv_pool).keys.shape
+    _, _, kv_heads, _, head_dim = parts_of(kv_pool).keys.shape
     tokens = k.shape[0] if k.ndim else 0
     for name, x in (("k", k), ("v", v)):
         check_shape(name, x, (tokens, kv_heads, head_dim), "[tokens, kv_heads, head_dim]")
-    check_shape("slot_mapping", slot_mapping, (tokens,), "[tokens]")
-    check_int32("slot_mapping", slot_mapping)
+    check_slot_mapping(kv_pool, slot_mapping, tokens)
     check_scales(kv_pool, kv_scales)
     if k.dtype != v.dtype:
         raise ValueError(f"k and v must have one dtype, got {k.dtype} and {v.dtype}")
     for array in arrays_of(kv_pool):
         if not is_quantized(array.dtype) and k.dtype != array.dtype:
             raise ValueError(f"k and v must have the pool's dtype {array.dtype}, got {k.dtype}")
-    if blocks * block_size > 2**31:
-        raise ValueError(f"slots are int32, got a pool of {blocks=} times {block_size=}")
-    check_slots(kv_pool, slot_mapping)
     order = list(WRITE_IMPLEMENTATIONS)
     if tokens * kv_heads < WRITE_KERNEL_ROWS:
         order.sort(key=lambda name: name == "triton")  # stable: Triton last
-    return _first_that_can(
+    return first_that_can(
         _lookup_write, order, implementation,
         kv_pool, k, v, slot_mapping, kv_scales,
     )  # fmt: skip
@@ -257,7 +253,7 @@ def paged_decode_attention(
     if fastest_decode_backend(q, parts_of(kv_pool).keys) == "triton":
         order.sort(key=lambda name: name != "triton")  # stable: Triton first, the others as before
     decode = functools.partial(
-        _first_that_can, functools.partial(_lookup, "decode"), order, implementation
+        first_that_can, functools.partial(_lookup, "decode"), order, implementation
     )
     options = {
         "scale": _scale_or_default(scale, q), "window": window, "soft_cap": soft_cap,
@@ -266,7 +262,7 @@ def paged_decode_attention(
     batch = (q, kv_pool, block_tables, seq_lens)
     if shared is not None and window is None and implementation in (None, *KERNELS):
         prefill = functools.partial(
-            _first_that_can, functools.partial(_kernel, "prefill"), KERNELS, implementation
+            first_that_can, functools.partial(_kernel, "prefill"), KERNELS, implementation
         )
         try:
             return attend_shared_prefix(prefill, decode, *batch, shared, **options)
@@ -326,7 +322,7 @@ def paged_prefill_attention(
     check_shape("query_start", query_start, (seq_lens.shape[0] + 1,), "[seqs + 1]")
     check_int32("query_start", query_start)
     check_values(kv_pool, block_tables, seq_lens, query_start)
-    return _first_that_can(
+    return first_that_can(
         functools.partial(_lookup, "prefill"), ATTENTION_IMPLEMENTATIONS, implementation,
         q, kv_pool, block_tables, seq_lens, query_start,
         scale=_scale_or_default(scale, q), window=window, soft_cap=soft_cap, sinks=sinks,
@@ -334,14 +330,19 @@ def paged_prefill_attention(
     )  # fmt: skip
 
 
-def _first_that_can(
+def first_that_can(
     lookup: Callable[[str], _Op],
     supported: Sequence[Implementation],
     implementation: Implementation | None,
     *args: Any,
     **options: Any,
 ) -> Any:
-    """Run the named implementation, or the first default one that does not decline."""
+    """Run the named implementation, or the first default one that does not decline.
+
+    Raises:
+        ValueError: there is no implementation of that name.
+        NotImplementedError: it, or each of the default ones, does not support the case.
+    """
     if implementation is not None:
         if implementation not in supported:
             raise ValueError(f"{implementation=} is not one of {', '.join(supported)}")

@@ -85,11 +85,19 @@ def check_values(
             )
 
 
-def check_slots(kv_pool: Pool, slot_mapping: jax.Array) -> None:
-    """Check that slots exist and that none but slot 0 is named twice, in the same way."""
+def check_slot_mapping(kv_pool: Pool, slot_mapping: jax.Array, tokens: int) -> None:
+    """Check that there is an int32 slot per token, and that slots are few enough for int32.
+
+    Where values are known, as for `check_values`, also that they exist, and that none but slot 0 is
+    named twice.
+    """
+    check_shape("slot_mapping", slot_mapping, (tokens,), "[tokens]")
+    check_int32("slot_mapping", slot_mapping)
+    blocks, _, _, block_size, _ = parts_of(kv_pool).keys.shape
+    if blocks * block_size > 2**31:
+        raise ValueError(f"slots are int32, got a pool of {blocks=} times {block_size=}")
     if not slot_mapping.size or not values_known(slot_mapping):
         return
-    blocks, _, _, block_size, _ = parts_of(kv_pool).keys.shape
     slots, end = np.asarray(slot_mapping), blocks * block_size
     if slots.min() < 0 or slots.max() >= end:
         raise ValueError(

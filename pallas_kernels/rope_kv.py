@@ -7,14 +7,16 @@ has so few rows that what counts is the number of kernels.
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_kernels import api
-from pallas_kernels.checks import check_int32, check_pool, check_scales, check_shape, check_slots
+from pallas_kernels import api, xla
+from pallas_kernels.checks import check_pool, check_scales, check_shape, check_slot_mapping
 from pallas_kernels.pool_parts import Pool, arrays_of, is_quantized, parts_of
 
 
@@ -51,7 +53,7 @@ def rotary_heads(
     q = qkv[:, :, :group].reshape(tokens, kv_heads * group, head_dim)
     k, v = qkv[:, :, group], qkv[:, :, group + 1]
     if q_norm is not None and k_norm is not None:
-        q, k = (_rms_norm(x, scale, eps, dtype) for x, scale in ((q, q_norm), (k, k_norm)))
+        q, k = (xla.rms_norm(x, scale, eps, dtype) for x, scale in ((q, q_norm), (k, k_norm)))
     q, k = (_rotate(x, cos, sin).astype(dtype) for x in (q, k))
     return q, k, v.astype(dtype)
 
@@ -95,27 +97,38 @@ def rope_and_write_kv(
         ValueError: a shape or dtype does not fit; the text names got and wanted.
     """
     _check(kv_pool, qkv, cos, sin, slot_mapping, dtype, q_norm, k_norm, key_mean, kv_scales)
-    norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps, "dtype": dtype}
-    if implementation in api.KERNELS or (
-        implementation is None and "triton" in api._platform_implementations()
-    ):
-        kernel = importlib.import_module("pallas_kernels.rope_kv_triton").rope_and_write_kv
-        try:
-            return kernel(kv_pool, qkv, cos, sin, slot_mapping, key_mean, kv_scales, **norms)
-        except NotImplementedError:
-            if implementation is not None:
-                raise
-    q, k, v = rotary_heads(qkv, cos, sin, **norms)
+    return api.first_that_can(
+        _lookup, ("triton", "xla", "reference"),
+        "triton" if implementation == "mosaic" else implementation,
+        kv_pool, qkv, cos, sin, slot_mapping, key_mean, kv_scales,
+        q_norm=q_norm, k_norm=k_norm, eps=eps, dtype=dtype,
+    )  # fmt: skip
+
+
+def _lookup(name: str) -> Callable[..., tuple[jax.Array, Pool]]:
+    """The function that implements `rope_and_write_kv`."""
+    if name == "triton":
+        return importlib.import_module("pallas_kernels.rope_kv_triton").rope_and_write_kv
+    return functools.partial(_one_after_another, name)
+
+
+def _one_after_another(
+    implementation: str,
+    kv_pool: Pool,
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    slot_mapping: jax.Array,
+    key_mean: jax.Array | None,
+    kv_scales: jax.Array | None,
+    **normalisation: Any,
+) -> tuple[jax.Array, Pool]:
+    """`rotary_heads`, then an implementation of `write_kv`."""
+    q, k, v = rotary_heads(qkv, cos, sin, **normalisation)
     if key_mean is not None:
         k, v = k.astype(jnp.float32) - key_mean[None], v.astype(jnp.float32)
-    how = {"kv_scales": kv_scales, "implementation": implementation}
+    how: dict[str, Any] = {"kv_scales": kv_scales, "implementation": implementation}
     return q, api.write_kv(kv_pool, k, v, slot_mapping, **how)
-
-
-def _rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: jnp.dtype) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-    return (wide * lax.rsqrt(mean_square + eps)).astype(dtype) * scale[None, None].astype(dtype)
 
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -150,8 +163,7 @@ def _check(
     tokens = qkv.shape[0]
     for name, angles in (("cos", cos), ("sin", sin)):
         check_shape(name, angles, (tokens, head_dim // 2), "[tokens, head_dim / 2]")
-    check_shape("slot_mapping", slot_mapping, (tokens,), "[tokens]")
-    check_int32("slot_mapping", slot_mapping)
+    check_slot_mapping(kv_pool, slot_mapping, tokens)
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm go together, got one of them")
     for name, scale in (("q_norm", q_norm), ("k_norm", k_norm)):
@@ -163,4 +175,3 @@ def _check(
     for array in arrays_of(kv_pool):
         if not is_quantized(array.dtype) and array.dtype != dtype:
             raise ValueError(f"dtype must be the pool's {array.dtype}, got {jnp.dtype(dtype)}")
-    check_slots(kv_pool, slot_mapping)

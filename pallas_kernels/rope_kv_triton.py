@@ -12,19 +12,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.pool_parts import (
-    Pool,
-    PoolParts,
-    arrays_of,
-    is_quantized,
-    parts_of,
-    pool_like,
-)
-from pallas_kernels.quantize_kv import to_pool_dtype
+from pallas_kernels.pool_parts import Pool, PoolParts, arrays_of, parts_of, pool_like
 from pallas_kernels.triton_attention import check_addresses, power_of_two_parts
-from pallas_kernels.write_kv_triton import rounded_to_integer
+from pallas_kernels.write_kv_triton import MOST_HEADS, store_heads
 
-MOST_HEADS = 8  # of one program
 PROGRAMS = 1024  # fill the device; more heads per program only while there are as many
 
 
@@ -137,22 +128,11 @@ def _kernel(
         for part, x in rotated(index, inputs.get("q_norm")):
             q_ref[token, head, index, part] = x
 
-    slot = inputs["slots"][token]
-    block_size = pool.keys.shape[3]
-    block, offset = slot // block_size, slot % block_size
-
-    def store(target: Any, index: int, row: int, part: Any, x: jax.Array) -> None:
-        scale = None
-        if "kv_scales" in inputs and is_quantized(target.dtype):
-            scale = inputs["kv_scales"][row, head][:, None]
-        target[block, index, head, offset, part] = to_pool_dtype(
-            x, target.dtype, scale, rounded=rounded_to_integer
-        )
-
+    slot, scales = inputs["slots"][token], inputs.get("kv_scales")
     for part, x in rotated(group, inputs.get("k_norm")):
         if "key_mean" in inputs:
             x = x.astype(jnp.float32) - inputs["key_mean"][head, part]
-        store(pool.keys, 0, 0, part, x)
+        store_heads(pool, 0, slot, head, part, x, scales)
     for part in (*low, *high):
         x = qkv[token, head, group + 1, part].astype(dtype)
-        store(pool.values, value_index, 1, part, x)
+        store_heads(pool, 1, slot, head, part, x, scales)

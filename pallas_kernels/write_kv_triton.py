@@ -65,24 +65,45 @@ def write_kv(
 def _write_kernel(*refs: Any, num_arrays: int, value_index: int, heads: int) -> None:
     k_ref, v_ref, slot_ref, *scale_refs = refs[num_arrays:-num_arrays]
     pool = PoolParts(refs[-num_arrays], refs[-1], value_index)
-    block_size = pool.keys.shape[3]
     head = pl.program_id(0) * heads + jnp.arange(heads, dtype=jnp.int32)
     token = pl.program_id(1)
     slot = slot_ref[token]
-    block, offset = slot // block_size, slot % block_size
-    targets = ((pool.keys, 0), (pool.values, value_index))
-    for row, (ref, (target, index)) in enumerate(zip((k_ref, v_ref), targets, strict=True)):
-        scale = None
-        if scale_refs and is_quantized(target.dtype):
-            scale = scale_refs[0][row, head][:, None]
+    for row, ref in enumerate((k_ref, v_ref)):
         for part in power_of_two_parts(ref.shape[2]):
-            x = ref[token, head, part]
-            target[block, index, head, offset, part] = to_pool_dtype(
-                x, target.dtype, scale, rounded=rounded_to_integer
-            )
+            store_heads(pool, row, slot, head, part, ref[token, head, part], *scale_refs)
 
 
-def rounded_to_integer(x: jax.Array) -> jax.Array:
+def store_heads(
+    pool: PoolParts,
+    row: int,
+    slot: jax.Array,
+    head: jax.Array,
+    part: Any,
+    x: jax.Array,
+    scale_ref: Any = None,
+) -> None:
+    """Write a part of some heads of one token into its slot, inside a kernel.
+
+    Args:
+        pool: references to keys and values.
+        row: 0 for keys, 1 for values; also the row of the scales.
+        slot: where the token goes.
+        head: int32[heads].
+        part: columns of the head, a slice.
+        x: `[heads, part]`.
+        scale_ref: reference to float32 `[2, kv_heads]`, if the pool has scales.
+    """
+    target, index = ((pool.keys, 0), (pool.values, pool.value_index))[row]
+    block_size = target.shape[3]
+    scale = None
+    if scale_ref is not None and is_quantized(target.dtype):
+        scale = scale_ref[row, head][:, None]
+    target[slot // block_size, index, head, slot % block_size, part] = to_pool_dtype(
+        x, target.dtype, scale, rounded=_rounded
+    )
+
+
+def _rounded(x: jax.Array) -> jax.Array:
     """To the nearest integer, ties to even; Pallas Triton has no instruction for it."""
     low = jnp.floor(x)
     above = x - low

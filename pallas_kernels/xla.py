@@ -55,9 +55,15 @@ def add_rms_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.add_rms_norm`."""
     total = (x.astype(jnp.float32) + delta.astype(jnp.float32)).astype(x.dtype)
-    wide = total.astype(jnp.float32)
+    return total, rms_norm(total, scale, eps, x.dtype)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: Any) -> jax.Array:
+    """The last axis normalised in float32, then rounded to `dtype`, then times `scale`."""
+    wide = x.astype(jnp.float32)
     mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-    return total, (wide * lax.rsqrt(mean_square + eps)).astype(x.dtype) * scale[None]
+    normed = (wide * lax.rsqrt(mean_square + eps)).astype(dtype)
+    return normed * scale.astype(dtype).reshape((1,) * (x.ndim - 1) + scale.shape)
 
 
 def paged_decode_attention(
