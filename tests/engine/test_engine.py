@@ -1,6 +1,5 @@
 """The engine against whole recomputation by the plain forward, on tiny random models."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +8,7 @@ from pagedjax.models import GenerationDefaults
 from pagedjax.sampling_params import BeamSearchParams, SamplingParams
 from tests.support.tiny_engines import (
     VOCAB,
+    compiles,
     drain,
     plain_greedy,
     plain_logits,
@@ -137,14 +137,7 @@ def test_samples_of_one_prompt_differ_and_repeat():
 def test_nothing_compiles_after_warm_up():
     """A mixed run, watched by JAX's own event counter beside the engine's."""
     engine = tiny_engine(max_num_seqs=4, max_num_batched_tokens=32, warm_up=True)
-    compiles = []
-
-    def listen(event, duration, **kwargs):
-        if "backend_compile" in event:
-            compiles.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
+    with compiles() as compiled:
         prompts = random_prompts([1, 3, 70, 15, 20, 40, 8], seed=7)
         params = [
             GREEDY,
@@ -156,10 +149,8 @@ def test_nothing_compiles_after_warm_up():
             GREEDY,
         ]
         serve(engine, prompts, params)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
     assert engine.stats().compiles_after_warmup == 0
-    assert compiles == []
+    assert compiled == []
 
 
 def test_a_compile_after_warm_up_is_counted():

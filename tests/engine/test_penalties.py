@@ -12,7 +12,7 @@ from pagedjax.engine.step_inputs import PenaltyArrays
 from pagedjax.sampling_params import SamplingParams
 from tests.support.tiny_engines import (
     VOCAB,
-    drain,
+    compiles,
     plain_greedy,
     plain_logits,
     random_prompts,
@@ -300,19 +300,8 @@ def test_requests_without_penalties_cost_nothing():
 
 def test_penalties_compile_nothing_after_warm_up():
     engine = tiny_engine(max_num_seqs=4, max_num_batched_tokens=32, warm_up=True)
-    compiles = []
-
-    def listen(event, duration, **kwargs):
-        if "backend_compile" in event:
-            compiles.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        each = [penalized(**KINDS[0]), penalized(logprobs=2, **KINDS[3])]
-        for index, (prompt, params) in enumerate(zip(random_prompts([5, 40]), each, strict=True)):
-            engine.add_request(str(index), None, prompt, params)
-        drain(engine)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+    each = [penalized(**KINDS[0]), penalized(logprobs=2, **KINDS[3])]
+    with compiles() as compiled:
+        serve(engine, random_prompts([5, 40]), each)
     assert engine.stats().compiles_after_warmup == 0
-    assert compiles == []
+    assert compiled == []

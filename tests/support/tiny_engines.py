@@ -1,5 +1,6 @@
 """Engines around tiny random models, and the plain forward as their second computation."""
 
+import contextlib
 import functools
 
 import jax
@@ -77,6 +78,22 @@ def serve(engine, prompts, params) -> list[RequestOutput]:
         engine.add_request(str(index), None, prompt, one)
     outputs = drain(engine)
     return [outputs[str(index)] for index in range(len(prompts))]
+
+
+@contextlib.contextmanager
+def compiles():
+    """A list that what is compiled inside the block adds to, by JAX's own event counter."""
+    found = []
+
+    def listen(event, duration, **kwargs):
+        if "backend_compile" in event:
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def tokens_of(outputs):
