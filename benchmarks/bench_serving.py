@@ -46,6 +46,7 @@ from benchmarks.record import record
 from benchmarks.request_lists import add_list_options, longest, random_prompts, request_lists
 from benchmarks.workloads import RequestShape, trace
 from pagedjax import AsyncLLM
+from pagedjax.heap import settled_heap
 
 PERCENTILES = (50, 90, 99)
 LEAD_S = 0.2  # between the start of the clock and the first arrival
@@ -114,21 +115,23 @@ async def replay(
     llm: AsyncLLM, shapes: Sequence[RequestShape], prompts: Prompts, max_seconds: float
 ) -> list[Served]:
     """Send every request when it is due; what has not finished in time is aborted."""
-    loop = asyncio.get_running_loop()
-    start = time.perf_counter() + LEAD_S
-    served, tasks = [], []
-    for shape, prompt in zip(shapes, prompts, strict=True):
-        if shape.arrival_s > max_seconds:
-            break
-        one = Served(due=start + shape.arrival_s)
-        served.append(one)
-        await asyncio.sleep(max(0.0, one.due - time.perf_counter()))
-        tasks.append(loop.create_task(_follow(llm, prompt, shape.output_len, one)))
-    left = max(0.0, start + max_seconds - time.perf_counter())
-    finished, unfinished = await asyncio.wait(tasks, timeout=left)
-    for task in unfinished:
-        task.cancel()
-    await asyncio.gather(*unfinished, return_exceptions=True)
+    gc.collect()
+    with settled_heap():  # no pause to look through what was made up to here
+        loop = asyncio.get_running_loop()
+        start = time.perf_counter() + LEAD_S
+        served, tasks = [], []
+        for shape, prompt in zip(shapes, prompts, strict=True):
+            if shape.arrival_s > max_seconds:
+                break
+            one = Served(due=start + shape.arrival_s)
+            served.append(one)
+            await asyncio.sleep(max(0.0, one.due - time.perf_counter()))
+            tasks.append(loop.create_task(_follow(llm, prompt, shape.output_len, one)))
+        left = max(0.0, start + max_seconds - time.perf_counter())
+        finished, unfinished = await asyncio.wait(tasks, timeout=left)
+        for task in unfinished:
+            task.cancel()
+        await asyncio.gather(*unfinished, return_exceptions=True)
     for task in finished:
         task.result()  # raises what the request raised
     return served
@@ -252,8 +255,6 @@ def main() -> None:
                 # other prompts for every rate, so that no prefix is left from the one before
                 prompts = random_prompts(timed, vocab, seed=index + 1)
                 before = await llm.stats()
-                gc.collect()
-                gc.freeze()  # no pause to look through what was made up to here
                 served = await replay(llm, timed, prompts, args.max_seconds)
                 after = await llm.stats()
                 record(

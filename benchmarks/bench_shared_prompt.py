@@ -88,11 +88,8 @@ def measure(model: LoadedModel, args: argparse.Namespace) -> dict[str, dict[str,
         config = dataclasses.replace(engine_config(args, longest(both)), prefix_caching=caching)
         engine = Engine(model, None, config)
         warm(engine)
-        gc.collect()
-        gc.freeze()  # no pause to look through what was made up to here
         figures = asyncio.run(serve_in_turn(engine, list(runs.values()), args))
         found |= dict(zip(runs, figures, strict=True))
-        gc.unfreeze()
         del engine
         gc.collect()  # its pool, before the next engine takes as much
     for name in ("cold", "warm"):
