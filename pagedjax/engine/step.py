@@ -57,16 +57,17 @@ class PagedMemory:
 
     def attend(self, heads: Heads, *, window: int | None) -> tuple[jax.Array, "PagedMemory"]:
         """Write the new keys and values into the pool, then attend through the block tables."""
-        how: dict[str, Any] = {"implementation": self.implementation}
+        scales = key_mean = None
         if self.kv_scales is not None:
-            how["kv_scales"] = self.kv_scales.scales
+            scales, key_mean = self.kv_scales.scales, self.kv_scales.key_mean
+        how: dict[str, Any] = {"implementation": self.implementation, "kv_scales": scales}
         q, pool = rope_and_write_kv(
             self.pool,
             heads.qkv,
             heads.rotation.cos,
             heads.rotation.sin,
             self.slot_mapping,
-            key_mean=self.kv_scales and self.kv_scales.key_mean,
+            key_mean=key_mean,
             **heads.normalisation(),
             **how,
         )
