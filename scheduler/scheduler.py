@@ -10,7 +10,7 @@ import numpy as np
 from scheduler.block_manager import BlockManager
 from scheduler.config import SchedulerConfig
 from scheduler.plan import Int32, SeqUpdate, StepPlan
-from scheduler.queue import Queues
+from scheduler.queue import Queues, urgency
 from scheduler.request import FinishReason, Request
 from scheduler.request_checks import check_siblings, checked_prompt
 from scheduler.sequence import NO_ROW, Sequence, Status
@@ -308,6 +308,8 @@ class Scheduler:
         preempted: list[Sequence] = []
         running = self._queues.running
         for seq in self._queues.overdue():
+            if preempted and urgency(preempted[-1]) < urgency(seq):
+                break  # the most urgent of those that made way is next in the queue
             self.blocks.look_on_disk(seq)
             if is_to_wait(seq, self.blocks):
                 continue

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler import SchedulerConfig, StepPlan
@@ -155,6 +155,7 @@ def check_order(driver: Driver, newest: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
+@example(seed=24)  # one that made way for another was overtaken by a later one of its priority
 def test_random_priorities_are_never_inverted_and_everybody_gets_their_own_tokens(seed: int):
     rng = np.random.default_rng(seed)
     driver = Driver(test_scheduler_traces.random_config(rng), pipelined=bool(rng.integers(2)))
