@@ -260,8 +260,8 @@ class BlockManager:
         Returns:
             Whether host memory had room; nothing has changed if not.
         """
-        if self.tiers is None:
-            return False
+        if self.tiers is None or not self._copies.keys().isdisjoint(seq.blocks):
+            return False  # what is to be copied into a block first would be saved too early
         self.index_full_blocks(seq)
         blocks = seq.blocks[: -(-seq.num_computed // self._block_size)]
         keys = seq.keys(self.pool.index, seq.num_indexed) if seq.parent is not None else []
