@@ -155,7 +155,7 @@ def profile_table(lines: Lines) -> str:
         for line in of_bench(lines, "profile")
     ]  # fmt: skip
     note = "The device in the middle of a run of so many sequences, by the JAX profiler."
-    head = ["shape, dtype, sequences × prompt", "running", "step, ms", "idle, %", "kernels a step",
+    head = ["shape, dtype, load", "running", "step, ms", "idle, %", "kernels a step",
             "compiles after warm-up"]  # fmt: skip
     return table(note, head, rows)
 

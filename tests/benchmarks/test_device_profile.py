@@ -116,12 +116,17 @@ def test_a_run_of_the_engine_is_profiled_in_its_middle():
     )  # fmt: skip
     engine, started = random_engine(args, 64)
     shapes = [RequestShape(10, 30, 0.0)] * 4
-    profile_steps.start(engine, shapes, skip=4)
+    profile_steps.start(engine, shapes)
+    profile_steps.run_steps(engine, 4)
     figures = profile_steps.figures(engine, steps=3)
     assert started["engine_start_s"] > 0
     assert figures["running_at_start"] == figures["running_at_end"] == 4
     assert figures["compiles_after_warmup"] == figures["preemptions"] == 0
     assert figures["kernels_per_step"] > 10  # two layers of a dozen operations, and the draw
     assert 0 <= figures["idle_share"] < 1
+    token_bytes = 2 * 2 * engine.arch.kv_heads * engine.arch.head_dim * 4  # two layers, float32
+    assert figures["kv_bytes_at_end"] - figures["kv_bytes_at_start"] == 3 * 4 * token_bytes
     with pytest.raises(RuntimeError, match="want 50 steps, the requests ended after"):
         profile_steps.run_steps(engine, 50)
+    profile_steps.end(engine, 4)
+    assert engine.stats().num_running == 0
