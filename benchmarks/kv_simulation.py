@@ -17,6 +17,7 @@ import numpy as np
 from benchmarks.workloads import PIECE, RequestShape
 from scheduler import Request, SchedulerConfig, StopRules
 from scheduler.block_manager import BlockManager
+from scheduler.block_map import external_fragmentation
 from scheduler.free_lists import FreeList
 from scheduler.sequence import Sequence as SchedulerSequence
 
@@ -180,32 +181,33 @@ def timed_operations(
 class Layout:
     """How the blocks of a simulation lay, averaged over samples.
 
-    External fragmentation has more than one definition. The index of unusable free space (Gorman
-    and Whitcroft, 2006) is the share of the free memory in runs shorter than what is wanted; the
-    oldest one is the share outside the longest run. Nothing is ever refused for either of them.
+    External fragmentation has more than one definition (`scheduler.free_lists`): the share of all
+    memory that is lost to who wants runs (Randell, 1969), the same share of the free memory (the
+    index of unusable free space of Gorman and Whitcroft, 2006), and the share of the free memory
+    outside the longest run. Nothing is ever refused for any of them.
 
     Attributes:
         mean_run: blocks per run of neighbours in the tables of running sequences.
         runs_per_seq: runs of a sequence, each of which is one copy when it is moved.
         free_share: share of the blocks that are free.
-        unusable_8: share of the free blocks in runs of fewer than 8.
+        external_fragmentation: share of the pool that is free in runs shorter than growth wants.
+        unusable_16: share of the free blocks in runs of fewer than 16.
         unusable_64: likewise of fewer than 64.
         unusable_for_prompts: likewise of fewer than a prompt takes, averaged over all prompts for
             which enough blocks are free.
         prompts_without_run: share of these prompts that no single run holds.
         outside_longest_run: share of the free blocks outside the longest free run.
-        fragments: free blocks in runs of fewer than 8, as a share of the whole pool.
     """
 
     mean_run: float
     runs_per_seq: float
     free_share: float
-    unusable_8: float
+    external_fragmentation: float
+    unusable_16: float
     unusable_64: float
     unusable_for_prompts: float
     prompts_without_run: float
     outside_longest_run: float
-    fragments: float
 
 
 def replay_seconds(operations: Sequence[tuple[int, int]], free: FreeList) -> float:
@@ -242,17 +244,16 @@ def replay_layout(
             runs = sum(len(_run_lengths(np.array(table))) for table in tables.values())
             blocks = sum(map(len, tables.values()))
             fitting = prompts[prompts <= len(free)]
-            short = unusable(lengths, np.array([8, 64]))
             rows.append(
                 [
                     blocks / runs,
                     runs / len(tables),
                     len(free) / num_blocks,
-                    *short,
+                    external_fragmentation(used[1:]),
+                    *unusable(lengths, np.array([16, 64])),
                     unusable(lengths, fitting).mean() if len(fitting) else 0.0,
                     (fitting > lengths[-1]).mean() if len(fitting) else 0.0,
                     1.0 - lengths[-1] / len(free),
-                    short[0] * len(free) / num_blocks,
                 ]
             )
     return Layout(*np.mean(rows, axis=0).tolist())

@@ -79,7 +79,7 @@ GAUGES = (
     ),
     Entry(
         "kv_external_fragmentation_ratio",
-        "Free KV blocks outside the longest run of free neighbours, of all free ones.",
+        "Free KV blocks in runs of fewer than 16 neighbours, of all KV blocks.",
         lambda r: r.blocks.external_fragmentation,
     ),
     Entry(

@@ -91,8 +91,9 @@ def test_fragmentation_is_seen_from_the_prompts_of_the_load():
     operations = [(0, 4), (1, 2), (2, 4), (3, 2), (1, 0), (3, 0)]
     layout = sim.replay_layout(operations, StackFreeList(1, 13), 13, samples=6)
     assert layout.free_share == pytest.approx((6 + 2 + 2 + 4) / 4 / 13)
-    assert layout.unusable_8 == layout.unusable_64 == 1.0
-    assert layout.fragments == pytest.approx(layout.free_share)
+    assert layout.unusable_16 == layout.unusable_64 == 1.0
+    # In one run lie all that are free, but for the last look.
+    assert layout.external_fragmentation == pytest.approx(4 / 12 / 4)
     # Only at the end is there a prompt (two of the four) with room, but not in one run.
     assert layout.unusable_for_prompts == layout.prompts_without_run == 0.5 / 4
     assert layout.outside_longest_run == 0.5 / 4

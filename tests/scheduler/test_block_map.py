@@ -20,17 +20,30 @@ def map_of(used, tokens=None, cached=None):
 @pytest.mark.parametrize(
     ("picture", "wanted"),
     [
-        ("........", 0.0),
-        ("########", 0.0),
-        ("####....", 0.0),
-        ("#.#.#.#.", 0.75),
-        (".######.", 0.5),
-        ("..#c.c#.", 1 - 3 / 6),
-        (".", 0.0),
+        ("." * 40, 0.0),
+        ("#" * 40, 0.0),
+        ("####....", 0.0),  # few blocks are free, and all of them in one run
+        (".######.", 2 / 8),
+        ("#.#.#.#.", 4 / 8),
+        ("..#c.c#.", 6 / 8),
+        ("." * 16 + "#" + "." * 15, 15 / 32),
+        ("." * 16 + "#" + "." * 16, 0.0),
+        ("c" * 8 + "." * 8 + "#." * 3, 3 / 22),  # cached blocks are free
     ],
 )
-def test_external_fragmentation_is_what_lies_outside_the_longest_free_run(picture, wanted):
+def test_external_fragmentation_is_what_is_free_in_short_runs(picture, wanted):
     assert map_of(picture).external_fragmentation == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_external_fragmentation_counts_runs_as_reading_the_picture_does(seed):
+    rng = np.random.default_rng(seed)
+    picture = "".join(
+        str(rng.choice(list("#c."))) * int(rng.integers(1, 12)) for _ in range(rng.integers(1, 30))
+    )
+    runs = [len(run) for run in picture.replace("c", ".").split("#")]
+    lost = sum(length for length in runs if length < min(16, sum(runs)))
+    assert map_of(picture).external_fragmentation == pytest.approx(lost / len(picture))
 
 
 def test_internal_fragmentation_counts_the_empty_ends_of_used_blocks():
