@@ -260,10 +260,12 @@ class BlockManager:
         Returns:
             Whether host memory had room; nothing has changed if not.
         """
-        if self.tiers is None or not self._copies.keys().isdisjoint(seq.blocks):
-            return False  # what is to be copied into a block first would be saved too early
+        if self.tiers is None:
+            return False
         self.index_full_blocks(seq)
         blocks = seq.blocks[: -(-seq.num_computed // self._block_size)]
+        # What is still to be copied into a block, after all is saved, lies in another one.
+        blocks = [self._copies.get(block, block) for block in blocks]
         keys = seq.keys(self.pool.index, seq.num_indexed) if seq.parent is not None else []
         saved = self.tiers.save(blocks, keys)
         if saved is None:

@@ -172,8 +172,8 @@ class Tiers:
             self._held.append(block)
 
     def load(self, held: HostBlock, block: int) -> None:
-        """Copy a held slot to a block of the pool, which has no content yet."""
-        self._loads.append((held.slot, block))
+        """Copy a held slot to a block of the pool, which has no content before."""
+        self._loads[block] = held
         self.counts.loaded += 1
         if held.key is not None and self._index.get(held.key) is None:
             self._index.restore(block, held.key)
@@ -190,6 +190,8 @@ class Tiers:
     def save(self, blocks: Sequence[int], keys: Sequence[bytes]) -> list[HostBlock | None] | None:
         """Keep the content of a sequence that loses its blocks.
 
+        Stores come before loads: what is still to be loaded into a block is kept where it lies.
+
         Args:
             blocks: blocks of the pool with computed tokens, in order; the null block stands for
                 one that the sequence needs no more.
@@ -200,10 +202,11 @@ class Tiers:
             memory has no room; nothing has changed then.
         """
         present = [self._by_key.get(key) for key in keys] + [None] * (len(blocks) - len(keys))
-        present = [
-            held if held is not None and not held.reading and block != 0 else None
-            for held, block in zip(present, blocks, strict=True)
-        ]
+        for at, (held, block) in enumerate(zip(present, blocks, strict=True)):
+            if held is None or held.reading:
+                present[at] = self._loads.get(block)
+            elif block == 0:
+                present[at] = None
         needed = sum(
             held is None and block != 0 for held, block in zip(present, blocks, strict=True)
         )
@@ -249,7 +252,9 @@ class Tiers:
             forget_disk=self._forget_disk,
             files=self._files,
             stores=np.array(self._stores, np.int32).reshape(-1, 2),
-            loads=np.array(self._loads, np.int32).reshape(-1, 2),
+            loads=np.array(
+                [(held.slot, block) for block, held in self._loads.items()], np.int32
+            ).reshape(-1, 2),
             prefetches=self._prefetches,
         )
         held = self._held
@@ -317,7 +322,7 @@ class Tiers:
         self._forget_disk = False
         self._files: list[FileWrite | FileRead | FileDelete] = []
         self._stores: list[tuple[int, int]] = []
-        self._loads: list[tuple[int, int]] = []
+        self._loads: dict[int, HostBlock] = {}  # by block
         self._prefetches: list[int] = []
         self._held: list[HostBlock] = []
 

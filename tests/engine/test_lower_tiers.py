@@ -115,6 +115,28 @@ def test_a_swapped_request_can_be_aborted():
     assert engine.stats().blocks_used == 0
 
 
+def test_a_request_may_be_swapped_in_and_out_again_before_anything_is_copied():
+    """OF07: a block is saved while what it is to hold has not been loaded into it."""
+    engine = engine_with(20, num_blocks=40, preemption="swap")
+    (prompt,) = random_prompts((75,))
+    engine.add_request("0", None, prompt, SamplingParams(temperature=0.0, max_tokens=30))
+    blocks = engine._scheduler.blocks
+
+    def swap():
+        seqs = engine._scheduler.sequences()
+        for seq in (seq for seq in seqs if seq.blocks and seq.num_tokens % 5 == 0):
+            for _ in range(2):
+                assert blocks.swap_out(seq)
+                others = blocks.pool.take(8)  # its blocks may be among them
+                assert blocks.swap_in(seq, keep_free=0)
+                blocks.pool.release(others)
+        check_books(engine)()
+
+    outputs = drain(engine, on_step=swap)
+    assert tokens_of(outputs.values()) == expected(0, (75,), 30)
+    assert counts(engine).swapped_out > counts(engine).stored >= 6
+
+
 def test_sampling_with_a_seed_survives_a_swap():
     lengths = (90, 100, 80, 70)
     params = [SamplingParams(temperature=1.0, seed=s, max_tokens=40) for s in range(4)]

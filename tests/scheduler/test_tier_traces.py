@@ -1,6 +1,6 @@
-"""Random traces over all tiers, with samples and beams: everybody gets their own tokens.
+"""Random traces over all tiers: everybody gets their own tokens, and every copy is checked.
 
-Every copy is checked.
+There are samples and beams, which are siblings, and priorities, which siblings do not share.
 `TIER_OPERATIONS` in the environment sets the number of operations; a million take a quarter of an
 hour or more.
 """
@@ -64,6 +64,7 @@ def random_driver(rng: np.random.Generator) -> TierDriver:
         disk_delays=float(rng.choice([0.0, 0.0, 0.3, 0.9])),
     )
     driver.scheduler.swap_cost = SOME_COST
+    driver.num_priorities = int(rng.choice([1, 2, 5]))
     return driver
 
 

@@ -1,14 +1,16 @@
 """The books of the tiers below the pool: who is kept, who is forgotten, and in which order."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from scheduler import SchedulerConfig
+from scheduler import BeamChoice, SchedulerConfig
 from scheduler.block_pool import BlockPool
 from scheduler.prefix_index import ROOT, key_digest
 from scheduler.tiers import HostBlock, Tiers
 from scheduler.transfers import FileDelete, FileRead, FileWrite, SwapCost
-from tests.support.drive import VOCAB, request
+from tests.support.drive import VOCAB, request, samples
 from tests.support.tier_drive import TierDriver
 
 SIZE = 16
@@ -112,6 +114,35 @@ def test_saving_is_all_or_nothing():
     books.tiers.release(saved)
     books.tiers.check([])
     assert books.tiers.num_host_available == 4 and books.held() == [1, 2]
+
+
+def test_content_that_is_still_to_be_loaded_is_saved_where_it_lies():
+    """Swapped in and out again for one plan: OF07 with the copies of one plan in their order."""
+    books = Books(host=2)
+    blocks = books.pool.take(1)
+    (held,) = books.tiers.save(blocks, [])
+    assert len(books.tiers.take().stores) == 1
+    books.tiers.hold([held])
+    books.tiers.load(held, blocks[0])
+    books.tiers.release([held])
+    again = books.tiers.save(blocks, [])
+    assert again == [held], "the block holds something else when stores are carried out"
+    transfers = books.tiers.take()
+    assert not len(transfers.stores) and transfers.loads.tolist() == [[held.slot, blocks[0]]]
+    books.tiers.check(again)
+    books.tiers.release(again)
+    assert books.tiers.num_host_available == 2
+
+
+def test_a_block_that_is_handed_on_before_it_is_loaded_gets_what_its_new_owner_loads():
+    books = Books(host=2)
+    blocks = books.pool.take(3)
+    one, two = books.tiers.save(blocks[:2], [])
+    books.tiers.take()
+    books.tiers.hold([one, two])
+    books.tiers.load(one, blocks[2])
+    books.tiers.load(two, blocks[2])
+    assert books.tiers.take().loads.tolist() == [[two.slot, blocks[2]]]
 
 
 def test_null_blocks_are_not_saved():
@@ -249,9 +280,12 @@ def test_swapping_costs_bytes_and_recomputing_tokens():
     assert cost.recompute_s(60) == pytest.approx(0.006)
 
 
-def tier_driver(**options):
+both_ways = pytest.mark.parametrize("pipelined", [True, False], ids=["pipelined", "synchronous"])
+
+
+def tier_driver(pipelined=True, **options):
     settings = dict(num_blocks=14, max_model_len=200, max_num_batched_tokens=64, num_host_blocks=60)
-    return TierDriver(SchedulerConfig(**{**settings, **options}))
+    return TierDriver(SchedulerConfig(**{**settings, **options}), pipelined)
 
 
 def prompt(seed, length):
@@ -271,6 +305,65 @@ def test_a_preempted_request_keeps_its_tokens_while_others_use_its_blocks():
     assert computed == sum(60 + len(driver.outputs[s]) - 1 for s in driver.outputs), (
         "a token was computed twice"
     )
+
+
+@both_ways
+def test_a_request_that_is_swapped_in_and_out_again_by_one_plan_keeps_its_tokens(pipelined):
+    """OF07: `low` makes way for `high`, which has to make way for the growth of `first` at once.
+
+    `low` runs before `high`, though less urgent, since it is a beam that goes on from another one.
+    """
+    driver = tier_driver(num_blocks=7, preemption="swap", pipelined=pipelined)
+    parent, low = samples("beam", 2, 15)
+    parent, low = (
+        dataclasses.replace(beam, beam=True, priority=priority)
+        for beam, priority in ((parent, 0), (low, 5))
+    )
+    first = request("first", 40, 60)
+    high = request("high", 20, 60, priority=1)
+    driver.add(parent, low, first, high)
+    scheduler = driver.scheduler
+    while not scheduler.num_swaps:
+        driver.step()  # until `first` needs the blocks of `high`
+    by_name = {seq.request.request_id: seq for seq in scheduler.sequences()}
+    growing = by_name["first"]
+    while growing.num_tokens <= growing.capacity:  # else it needs a block now
+        driver.step()
+    assert by_name["high"].saved is not None and by_name[low.request_id].held
+    scheduler.choose_beams(
+        BeamChoice(name, parent.request_id, 7) for name in (parent.request_id, low.request_id)
+    )
+    driver.finish(parent.request_id)
+    swapped_in = driver.tiers.counts.swapped_in
+    driver.step()
+    assert driver.tiers.counts.swapped_in == swapped_in + 2 and scheduler.num_swaps == 2
+    driver.finish(low.request_id)
+    driver.run()
+    driver.verify()
+    assert len(driver.outputs[by_name["high"].seq_id]) == 60
+
+
+@both_ways
+def test_a_request_that_is_swapped_out_before_its_block_is_copied_keeps_its_tokens(pipelined):
+    """OF07: one plan admits the second sample in the place of `low`, and gives it up for `first`.
+
+    The block with the end of the prompt, which both samples write to, is to be copied in between.
+    """
+    driver = tier_driver(num_blocks=7, preemption="swap", pipelined=pipelined)
+    one, two = (dataclasses.replace(r, priority=1) for r in samples("sample", 2, 20, 60))
+    driver.add(request("first", 40, 60), one, request("low", 5, 60, priority=5))
+    driver.step()
+    scheduler = driver.scheduler
+    growing = scheduler.sequences()[0]
+    while growing.num_tokens <= growing.capacity:  # else it needs a block now
+        driver.step()
+    driver.add(two)
+    driver.step()
+    assert scheduler.num_preemptions == 2 and scheduler.blocks.num_copied == 1
+    saved = {seq.request.request_id: seq.num_computed for seq in scheduler.sequences() if seq.saved}
+    assert saved.keys() == {two.request_id, "low"} and saved[two.request_id] == 19
+    driver.run()
+    driver.verify()
 
 
 def test_swapping_falls_back_to_recomputing_when_host_memory_is_full():

@@ -9,10 +9,10 @@ was overwritten, mixed up or never written gives another token than `expected_to
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from zlib import crc32
 
 import numpy as np
 
@@ -232,11 +232,6 @@ def check_plan(plan: StepPlan, config: SchedulerConfig) -> None:
         assert column.dtype == np.int32 and column.shape == (len(seqs),)
 
 
-def _named(request_id: str) -> int:
-    """A number that samples of one prompt have in common."""
-    return zlib.crc32(request_id.partition("#")[0].encode())
-
-
 @dataclass
 class Driver:
     """A scheduler, its device, and what came out; checks everything after every step.
@@ -244,7 +239,7 @@ class Driver:
     Attributes:
         config: of the scheduler.
         pipelined: whether each plan is made before the tokens of the one before it are read.
-        num_priorities: if more than 1, requests get one of so many priorities, by their names.
+        num_priorities: if more than 1, requests get one of so many priorities, by their ids.
     """
 
     config: SchedulerConfig
@@ -268,7 +263,7 @@ class Driver:
         """Queue requests; their sequence ids."""
         if self.num_priorities > 1:
             requests = tuple(
-                dataclasses.replace(r, priority=_named(r.request_id) % self.num_priorities)
+                dataclasses.replace(r, priority=crc32(r.request_id.encode()) % self.num_priorities)
                 for r in requests
             )
         seq_ids = [self.scheduler.add(request) for request in requests]
