@@ -21,9 +21,10 @@ def check(scheduler: Scheduler) -> None:
     seqs = scheduler.sequences()
     check_pool(scheduler.blocks.pool, seqs)
     _check_tables(scheduler, seqs)
+    content = scheduler.blocks.pool.index.contents()
     for seq in seqs:
         _check_counters(seq)
-        _check_content(scheduler, seq)
+        _check_content(seq, content, scheduler.config.block_size)
         _check_sharing(scheduler, seq)
     _check_tiers(scheduler, seqs)
     assert not scheduler.blocks.take_copies().size, "a copy is left for the next plan"
@@ -83,10 +84,8 @@ def _check_tables(scheduler: Scheduler, seqs: list[Sequence]) -> None:
             assert not table[len(seq.blocks) :].any(), "stale blocks behind the end of a table"
 
 
-def _check_content(scheduler: Scheduler, seq: Sequence) -> None:
+def _check_content(seq: Sequence, content: dict[int, bytes], size: int) -> None:
     """The blocks of a sequence hold its own tokens as far as the index knows them."""
-    size = scheduler.config.block_size
-    content = scheduler.blocks.pool.index.contents()
     full = min(seq.num_computed, seq.num_known) // size
     for at, block in enumerate(seq.blocks):
         if block in content:

@@ -20,6 +20,7 @@ from scheduler import (
     BeamChoice,
     FinishReason,
     Request,
+    ScheduledSeq,
     Scheduler,
     SchedulerConfig,
     SeqUpdate,
@@ -359,6 +360,9 @@ class Driver:
 
     def verify(self) -> None:
         """Every ended request has exactly the tokens and the end that it has alone."""
+        shares: dict[int, list[ScheduledSeq]] = {seq_id: [] for seq_id in self.requests}
+        for share in (share for plan in self.plans for share in plan.seqs):
+            shares[share.seq_id].append(share)
         for seq_id, reason in self.ends.items():
             if self.requests[seq_id].beam:
                 continue  # checked at every step
@@ -370,13 +374,12 @@ class Driver:
                 assert got == tokens[: len(got)]
             else:
                 assert (got, reason) == (tokens, alone), self.requests[seq_id].request_id
-                self._verify_scored(seq_id)
+                self._verify_scored(seq_id, shares[seq_id])
 
-    def _verify_scored(self, seq_id: int) -> None:
+    def _verify_scored(self, seq_id: int, planned: list[ScheduledSeq]) -> None:
         """Each prompt token has had its sample row once, if that was asked for."""
         request = self.requests[seq_id]
         length = len(request.prompt_token_ids)
-        planned = [s for plan in self.plans for s in plan.seqs if s.seq_id == seq_id]
         ends = [(s.start + s.num_tokens, s.num_samples) for s in planned]
         rows = [row for end, count in ends for row in range(end - count, end) if row < length]
         assert rows == list(range(0 if request.prompt_logprobs else length - 1, length))
