@@ -320,6 +320,8 @@ class AsyncLLM:
                         self._deliver(self._engine.step())
                         if self.metrics is not None:
                             self.metrics.look()
+                        # The device is busy: who comes while it is need not miss the next plan.
+                        self._engine.wait()
                         self._obey()
         except BaseException as error:  # whatever it is, those who wait must hear of it
             failure = error

@@ -35,14 +35,7 @@ from pagedjax.models.params import Params
 from pagedjax.outputs import RequestOutput, Timings
 from pagedjax.sampling_params import BeamSearchParams, SamplingParams
 from pagedjax.tokenizer import TextStream, Tokenizer
-from scheduler import (
-    MAX_PLANS_IN_FLIGHT,
-    FinishReason,
-    Request,
-    Scheduler,
-    StepPlan,
-    StopRules,
-)
+from scheduler import MAX_PLANS_IN_FLIGHT, FinishReason, Request, Scheduler, StepPlan, StopRules
 from scheduler.block_map import BlockMap, block_map
 
 if TYPE_CHECKING:
@@ -261,6 +254,11 @@ class Engine:
                 held = completion.text.flush() if completion.text is not None else ""
                 completion.tell(held, (), None, "abort")
         self._note(live)
+
+    def wait(self) -> None:
+        """Sleep until `step` has nothing to wait for: what is added until then is in its plan."""
+        if len(self._in_flight) == MAX_PLANS_IN_FLIGHT:
+            self._in_flight[0].wait()
 
     def step(self) -> list[RequestOutput]:
         """Launch a step, and take in the oldest of the steps that are on the device.

@@ -18,6 +18,10 @@ class InFlight:
     samples: SampleOutputs
     targets: list[PromptTarget]
 
+    def wait(self) -> None:
+        """Sleep until the device has computed its tokens."""
+        self.samples.token_ids.block_until_ready()
+
 
 @dataclass(frozen=True, slots=True)
 class Done:

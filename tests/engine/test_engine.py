@@ -42,6 +42,22 @@ def test_chunked_prefill_changes_nothing(expected, chunk):
     assert tokens_of(serve(engine, random_prompts(LENGTHS), GREEDY)) == expected
 
 
+def test_waiting_for_the_device_leaves_the_step_nothing_to_wait_for(expected):
+    engine = tiny_engine()
+    for index, prompt in enumerate(random_prompts(LENGTHS)):
+        engine.add_request(str(index), None, prompt, GREEDY)
+    ready = []
+
+    def wait():
+        engine.wait()
+        if len(engine._in_flight) == 2:
+            ready.append(engine._in_flight[0].samples.token_ids.is_ready())
+
+    outputs = drain(engine, on_step=wait)
+    assert len(ready) > 8 and all(ready)
+    assert tokens_of([outputs[str(index)] for index in range(len(LENGTHS))]) == expected
+
+
 def test_prompts_alone_and_together_give_the_same(expected):
     """KE22, in a batch of one."""
     engine = tiny_engine()

@@ -307,3 +307,31 @@ def test_a_request_cancelled_before_the_engine_saw_it_leaves_no_trace(engine):
 
     asyncio.run(main())
     llm.close()
+
+
+def test_a_request_that_comes_while_the_device_computes_is_in_the_next_step(engine):
+    waiting, gate, served = threading.Event(), threading.Event(), []
+    step = engine.step
+
+    def wait():
+        waiting.set()
+        assert gate.wait(10)
+
+    def recorded_step():
+        served.append(len(engine._live))
+        return step()
+
+    engine.wait, engine.step = wait, recorded_step
+    llm = AsyncLLM.from_engine(engine)
+
+    async def main():
+        first = asyncio.create_task(text_of(llm.generate("ab", short(2))))
+        await until(waiting.is_set)  # the engine thread waits for the device
+        second = asyncio.create_task(text_of(llm.generate("cd", short(2))))
+        await until(lambda: not llm._commands.empty())
+        gate.set()
+        assert await asyncio.gather(first, second) == ["ab", "cd"]
+
+    asyncio.run(main())
+    llm.close()
+    assert served == [1, 2, 1]

@@ -96,6 +96,9 @@ class EchoEngine:
     def has_unfinished(self):
         return bool(self._live or self._last_words)
 
+    def wait(self):
+        pass
+
     def step(self):
         self.steps += 1
         if self.steps == self.fail_at:
