@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler.block_pool import NULL_BLOCK
+from scheduler.free_lists import USEFUL_RUN
 from scheduler.plan import Int32
 from scheduler.scheduler import Scheduler
 
@@ -39,17 +40,8 @@ class BlockMap:
 
     @property
     def external_fragmentation(self) -> float:
-        """Share of the free blocks outside the longest run of free neighbours, 0 to 1.
-
-        The strictest of the usual definitions (`scheduler.free_lists` compares them by numbers).
-        No request is refused for it, since the blocks of a sequence may lie anywhere; copies of
-        neighbouring blocks are fewer and larger where it is small.
-        """
-        free = np.flatnonzero(~self.used)
-        if not free.size:
-            return 0.0
-        ends = np.flatnonzero(np.diff(free, append=free[-1] + 2) > 1)
-        return 1.0 - int(np.diff(ends, prepend=-1).max()) / free.size
+        """As the function of this name; cached blocks count as free."""
+        return external_fragmentation(self.used)
 
     def regions(self, count: int) -> tuple[Int32, Int32, Int32]:
         """Blocks, used ones and cached ones in `count` regions of neighbours, int32[count] each.
@@ -63,6 +55,24 @@ class BlockMap:
             np.add.reduceat(flags.astype(np.int32), bounds) for flags in (self.used, self.cached)
         )
         return size, used, cached
+
+
+def external_fragmentation(used: NDArray[np.bool_]) -> float:
+    """Share of a pool lost to whoever wants runs of neighbours, 0 to 1: free in shorter ones.
+
+    Wanted are runs of `USEFUL_RUN` blocks, or of all free blocks if there are fewer. Nobody who
+    takes blocks one by one, as the scheduler's sequences may, loses anything
+    (`scheduler.free_lists` has the source and compares definitions).
+
+    Args:
+        used: bool[blocks], whether somebody owns the block.
+    """
+    free = np.flatnonzero(~used)
+    if not free.size:
+        return 0.0
+    ends = np.flatnonzero(np.diff(free, append=free[-1] + 2) > 1)
+    runs = np.diff(ends, prepend=-1)
+    return int(runs[runs < min(USEFUL_RUN, free.size)].sum()) / used.size
 
 
 def block_map(scheduler: Scheduler) -> BlockMap:

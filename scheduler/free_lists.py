@@ -1,26 +1,25 @@
 """Blocks without owner and content: a stack of single blocks, or a buddy system of runs.
 
-Any block serves as well as any other for attention, which reads through the block table. What a
-contiguous run is good for are copies: a sequence that is swapped, moved to another tier or
-restored takes one copy per run.
+Any block serves as well as any other for attention, which reads through the block table, and for
+the copies to host memory and back, which gather blocks on the device first, many times as fast as
+the link to the host. So the stack is the default: nothing is ever refused for want of neighbours,
+and it takes next to no time, some 0.01 to 0.03 us per block; the buddy system takes 0.08 to 0.7.
+`contiguous_blocks` is for whoever reads the pool in runs, by a kernel or a copy of their own.
 
-The stack is the default, since attention is as fast either way, nothing is ever refused for want of
-neighbours, and it takes next to no time: a few hundredths of a microsecond per block, the buddy
-system 0.1 to 0.8. `contiguous_blocks` is for engines that move sequences in runs. Measured on three
-traces (`benchmarks/results/kv_memory.jsonl`), requests at the times of the trace:
+External fragmentation is the loss in storage utilisation because free storage lies in pieces that
+are too small (Randell, A Note on Storage Fragmentation and Program Segmentation, CACM 1969). No
+request of this pool ever loses any, with either list, since one block at a time will do. What is
+lost to those who want runs is measured: the share of the pool that is free in runs shorter than
+the `USEFUL_RUN` that a growing sequence is given where there is one. Three traces, requests at
+their times (`python -m benchmarks.bench_kv_memory`, table in the README): 0.04 to 0.2 % with the
+buddy system, 7 to 33 % with the stack; a sequence lies in 1 to 2 runs, with the stack in 76 to 711.
 
-- A sequence lies in 1 to 2 runs, with the stack in 76 to 711.
-- External fragmentation, as the share of the free blocks in runs shorter than what is wanted
-  (Gorman and Whitcroft's index of unusable free space): for runs of 8 blocks 0.01 to 0.3 %, with
-  the stack 4 to 79 %; for runs of 64, 0.3 to 6 % against 8 to 95 %. For whole prompts 1 to 2 % on
-  the Azure traces, but 39 % on Mooncake's, whose prompts take 415 blocks in the middle (stack: 8,
-  12 and 98 %); one in seven of them fits into no single run.
-- The share outside the longest run, an older definition, is 6 to 80 %, and says little: free blocks
-  in two long runs are half outside.
-
-In a pool that is always full, with 3 to 7 % of its blocks free, nobody keeps these together: runs
-shorter than 8 hold 45 to 90 % of them, with the stack 34 to 72 %. A sequence still lies in 29 to 78
-runs against 75 to 764.
+In a pool that is always full nobody keeps together what little is free: 2 to 4.5 % of the pool is
+lost of 3 to 7 % that is free, with the stack 2 to 4.4 %. A sequence still lies in 29 to 78 runs
+against 75 to 764. By the share of the free blocks alone instead of the whole pool, as in Gorman and
+Whitcroft's index of unusable free space (2006), a full pool is therefore badly fragmented, 80 to
+99 %, and rightly has next to nothing to offer. The share of the free blocks outside the longest run
+is 6 to 98 % and says little: free blocks in two long runs are half outside.
 """
 
 from __future__ import annotations
@@ -28,7 +27,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-_ROOM_TO_GROW = 4  # binary logarithm of the blocks; of 0 to 5 the best on both loads measured
+USEFUL_RUN = 16
+"""Blocks in a row that a growing sequence gets where it can: of 1 to 32 the best as measured."""
+
+_ROOM_TO_GROW = USEFUL_RUN.bit_length() - 1
 
 
 class FreeList(Protocol):
