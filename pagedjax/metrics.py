@@ -83,6 +83,12 @@ GAUGES = (
         lambda r: r.blocks.external_fragmentation,
     ),
     Entry(
+        "prefix_hit_ratio",
+        "Prompt tokens that were in the cache, of all looked up, by where they were found.",
+        lambda r: r.stats.hit_rates,
+        "tier",
+    ),
+    Entry(
         "kv_lower_tier_blocks",
         "KV blocks in host memory and on the disk.",
         lambda r: {"host": r.stats.lower.host_blocks_used, "disk": r.stats.lower.disk_blocks_used},
@@ -136,21 +142,12 @@ COUNTERS = (
     Entry(
         "kv_moved_bytes",
         "Bytes of KV blocks that were copied, by where from and to.",
-        lambda r: {
-            path: count * r.stats.block_bytes
-            for path, count in {
-                "pool_to_pool": r.stats.blocks_copied,
-                "pool_to_host": r.stats.lower.counts.stored,
-                "host_to_pool": r.stats.lower.counts.loaded,
-                "host_to_disk": r.stats.lower.counts.spilled,
-                "disk_to_host": r.stats.lower.counts.read,
-            }.items()
-        },
+        lambda r: r.stats.moved_bytes,
         "path",
     ),
     Entry(
         "kv_lower_tier_hits",
-        "KV blocks of cached prefixes that were found below the pool, by where.",
+        "KV blocks that were loaded for a prefix found below the pool, by where.",
         lambda r: {"host": r.stats.lower.counts.host_hits, "disk": r.stats.lower.counts.disk_hits},
         "tier",
     ),

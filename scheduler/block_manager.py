@@ -114,7 +114,7 @@ class BlockManager:
             return False
         seq.num_computed = num_computed
         if self.tiers is not None:
-            self.tiers.count_hits(below)
+            self.tiers.count_hits(below, is_first=seq.num_cached_tokens is None)
         seq.epoch = self._epoch
         if source is not None:
             self._continue_chain(seq, source)

@@ -178,13 +178,15 @@ class Tiers:
         if held.key is not None and self._index.get(held.key) is None:
             self._index.restore(block, held.key)
 
-    def count_hits(self, found: Iterable[HostBlock]) -> None:
-        """Note that a sequence was admitted with these blocks of its prefix."""
+    def count_hits(self, found: Iterable[HostBlock], *, is_first: bool) -> None:
+        """Note that a sequence was admitted with these blocks, for the first time or once more."""
         for held in found:
             if held.from_disk:
                 self.counts.disk_hits += 1
+                self.counts.disk_prompt_hits += is_first
             else:
                 self.counts.host_hits += 1
+                self.counts.host_prompt_hits += is_first
             held.from_disk = False  # from now on it is host memory that has it
 
     def save(self, blocks: Sequence[int], keys: Sequence[bytes]) -> list[HostBlock | None] | None:

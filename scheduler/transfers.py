@@ -62,6 +62,8 @@ class TierCounts:
         loaded: copied from host to GPU.
         host_hits: loaded for a prefix that was found in host memory.
         disk_hits: loaded for a prefix that was found on the disk.
+        host_prompt_hits: the `host_hits` of sequences that were admitted for the first time.
+        disk_prompt_hits: likewise the `disk_hits`.
         swapped_out: that preempted sequences kept in host memory.
         swapped_in: that they took back, from the host or, where still there, from the GPU.
         host_evictions: that left host memory.
@@ -77,6 +79,8 @@ class TierCounts:
     loaded: int = 0
     host_hits: int = 0
     disk_hits: int = 0
+    host_prompt_hits: int = 0
+    disk_prompt_hits: int = 0
     swapped_out: int = 0
     swapped_in: int = 0
     host_evictions: int = 0

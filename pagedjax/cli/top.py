@@ -7,7 +7,7 @@ import itertools
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -128,7 +128,6 @@ def screen(now: Samples, before: Samples, seconds: float) -> RenderableType:
         return f"{(value(name) - before.get((name, ''), 0.0)) / seconds:,.1f}/s"
 
     used, cached, blank = (value("kv_blocks", state) for state in ("used", "cached", "blank"))
-    hits = value("prefix_hit_tokens_total") / max(value("prefix_lookup_tokens_total"), 1.0)
     table = Table.grid(padding=(0, 3))
     for left, right in (
         (
@@ -148,21 +147,22 @@ def screen(now: Samples, before: Samples, seconds: float) -> RenderableType:
             ("waste in blocks", f"{value('kv_internal_fragmentation_ratio'):.1%}"),
             ("free in pieces", f"{value('kv_external_fragmentation_ratio'):.1%}"),
         ),
-        (("prefix hits", f"{hits:.1%}"), ("evicted", f"{value('prefix_evictions_total'):,.0f}")),
+        (
+            ("prefix hits", by_label(now, "prefix_hit_ratio", percent)),
+            ("evicted", f"{value('prefix_evictions_total'):,.0f}"),
+        ),
         (
             ("preempted", by_label(now, "preemptions_total")),
-            ("moved", by_label(now, "kv_moved_bytes_total")),
+            ("kept below", by_label(now, "kv_lower_tier_blocks")),
+        ),
+        (
+            ("blocks copied", f"{value('kv_block_copies_total'):,.0f}"),
+            ("bytes moved", by_label(now, "kv_moved_bytes_total")),
         ),
     ):
         table.add_row(*(Text(text) for text in (*left, *right)))
     blocks = f"{used:,.0f} used  {cached:,.0f} cached  {blank:,.0f} blank"
     return Group(table, Panel(block_map(now), title="KV blocks", expand=False), Text(blocks))
-
-
-def by_label(now: Samples, name: str) -> str:
-    """The values of a metric that are not 0, with their labels."""
-    values = {label: value for (metric, label), value in now.items() if metric == name and value}
-    return ", ".join(f"{short(value)} {label}" for label, value in values.items()) or "0"
 
 
 def short(value: float) -> str:
@@ -176,6 +176,21 @@ def short(value: float) -> str:
             return f"{value:.3g}{unit}"
         value /= 1000
     return f"{value:,.0f}P"
+
+
+def percent(value: float) -> str:
+    """A share of all.
+
+    >>> percent(0.1234)
+    '12.3%'
+    """
+    return f"{value:.1%}"
+
+
+def by_label(now: Samples, name: str, shown: Callable[[float], str] = short) -> str:
+    """The values of a metric that are not 0, with their labels."""
+    values = {label: value for (metric, label), value in now.items() if metric == name and value}
+    return ", ".join(f"{shown(value)} {label}" for label, value in values.items()) or shown(0.0)
 
 
 def block_map(now: Samples) -> Text:

@@ -46,7 +46,7 @@ class LowerTierStats:
 class EngineStats:
     """A snapshot of counts, cheap to take after every step.
 
-    What takes a look at every block, fragmentation above all, is in `scheduler.block_map`.
+    What takes a look at every block, fragmentation above all, is in `Engine.block_map`.
 
     Attributes:
         num_running: sequences that own KV blocks.
@@ -56,6 +56,7 @@ class EngineStats:
         blocks_cached: KV blocks that are free and still hold a prefix.
         blocks_total: blocks that can be handed out; the null block is not among them.
         block_bytes: bytes of a block, over all layers.
+        block_size: tokens of a block.
         pool_bytes: bytes of the whole pool.
         prefix_lookup_tokens: prompt tokens of the sequences admitted so far.
         prefix_hit_tokens: how many of these were in the cache.
@@ -78,6 +79,7 @@ class EngineStats:
     blocks_cached: int
     blocks_total: int
     block_bytes: int
+    block_size: int
     pool_bytes: int
     prefix_lookup_tokens: int
     prefix_hit_tokens: int
@@ -102,6 +104,7 @@ class EngineStats:
             blocks_cached=blocks.pool.num_cached,
             blocks_total=num_blocks - 1,
             block_bytes=block_bytes,
+            block_size=scheduler.config.block_size,
             pool_bytes=block_bytes * num_blocks,
             prefix_lookup_tokens=blocks.num_lookup_tokens,
             prefix_hit_tokens=blocks.num_hit_tokens,
@@ -122,6 +125,31 @@ class EngineStats:
     def prefix_hit_rate(self) -> float:
         """Share of the prompt tokens that were in the cache, 0 to 1; 0 before the first."""
         return self.prefix_hit_tokens / max(self.prefix_lookup_tokens, 1)
+
+    @property
+    def hit_rates(self) -> dict[str, float]:
+        """`prefix_hit_rate` by where the tokens were found: the pool, host memory, the disk."""
+        counts, size = self.lower.counts, self.block_size
+        looked_up = max(self.prefix_lookup_tokens, 1)
+        host, disk = counts.host_prompt_hits * size, counts.disk_prompt_hits * size
+        return {
+            "pool": (self.prefix_hit_tokens - host - disk) / looked_up,
+            "host": host / looked_up,
+            "disk": disk / looked_up,
+        }
+
+    @property
+    def moved_bytes(self) -> dict[str, int]:
+        """Bytes of blocks that were copied so far, by where from and to."""
+        counts = self.lower.counts
+        blocks = {
+            "pool_to_pool": self.blocks_copied,
+            "pool_to_host": counts.stored,
+            "host_to_pool": counts.loaded,
+            "host_to_disk": counts.spilled,
+            "disk_to_host": counts.read,
+        }
+        return {path: count * self.block_bytes for path, count in blocks.items()}
 
     @property
     def peak_block_utilisation(self) -> float:

@@ -60,6 +60,8 @@ def test_metrics_are_the_engines_own_figures(served):
     assert after["prefix_evictions_total",] == stats.evictions > 0
     assert after["prefix_lookup_tokens_total",] == 2 * (40 + 30 + 20 + 50 + 40)
     assert 0 < after["prefix_hit_tokens_total",] == stats.prefix_hit_tokens
+    assert after["prefix_hit_ratio", "pool"] == stats.prefix_hit_rate > 0
+    assert after["prefix_hit_ratio", "host"] == after["prefix_hit_ratio", "disk"] == 0
     assert after["running_sequences",] == after["waiting_sequences",] == 0
     states = {state: after["kv_blocks", state] for state in ("used", "cached", "blank")}
     assert states["used"] == 0 and states["cached"] == blocks.cached.sum() > 0
@@ -151,7 +153,7 @@ def test_top_shows_the_figures_and_a_map_of_the_blocks(served):
     assert shown.stdout.count("KV blocks") == 2
     assert f"0 used  {stats.blocks_cached} cached" in shown.stdout
     assert f"{stats.preemptions} recompute" in shown.stdout
-    assert f"{stats.prefix_hit_rate:.1%}" in shown.stdout
+    assert f"{stats.prefix_hit_rate:.1%} pool" in shown.stdout
     assert "0.0/s" in shown.stdout
     picture = block_map(read_samples(metrics_url(str(port)))).plain
     assert len(picture) == 11  # one character per block, of so few
