@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.shapes import SHAPES, random_model
@@ -54,6 +55,8 @@ def random_engine(
 ) -> tuple[Engine, dict[str, float]]:
     """A warm engine, and figures of its start: seconds for the weights, and for the engine.
 
+    `warm_up_*` says what the engine's programs are of this (`pagedjax.engine.programs.BuildTimes`).
+
     One short request has been through it, so that the first transfers are no part of a run.
     """
     start = time.perf_counter()
@@ -63,7 +66,9 @@ def random_engine(
     engine = Engine(model, None, engine_config(args, longest_request))
     engine_s = time.perf_counter() - start
     warm(engine)
-    return engine, {"weights_s": round(weights_s, 2), "engine_start_s": round(engine_s, 2)}
+    seconds = {"weights_s": weights_s, "engine_start_s": engine_s}
+    seconds |= {f"warm_up_{k}": v for k, v in asdict(engine._runner.warm_up_times).items()}
+    return engine, {name: round(value, 2) for name, value in seconds.items()}
 
 
 def exact_length(output_len: int) -> SamplingParams:

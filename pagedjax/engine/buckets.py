@@ -45,11 +45,16 @@ class Buckets:
         max_seqs: most sequences of a step.
         max_tokens: most tokens of a step.
         growth: ratio of neighbouring sizes. A larger one means fewer compiles and more padding.
+        few_seqs: smallest decode step for more than one sequence.
+        few_tokens: smallest mixed step, in tokens.
     """
 
-    def __init__(self, *, max_seqs: int, max_tokens: int, growth: int):
-        self.decode = tuple(Bucket(n, n, True) for n in ladder(1, max_seqs, growth))
-        sizes = ladder(min(32, max_tokens), max_tokens, growth)
+    def __init__(
+        self, max_seqs: int, max_tokens: int, growth: int, few_seqs: int = 1, few_tokens: int = 32
+    ):
+        seqs = sorted({1, *ladder(min(few_seqs, max_seqs), max_seqs, growth)})
+        self.decode = tuple(Bucket(n, n, True) for n in seqs)
+        sizes = ladder(min(few_tokens, max_tokens), max_tokens, growth)
         self.mixed = tuple(Bucket(n, max_seqs, False) for n in sizes)
 
     def __iter__(self) -> Iterator[Bucket]:

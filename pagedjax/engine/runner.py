@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,9 +16,12 @@ from pagedjax.config import EngineConfig
 from pagedjax.engine.block_copies import BlockCopier
 from pagedjax.engine.block_tables import edit_tables, padded_edits
 from pagedjax.engine.buckets import Bucket, Buckets
+from pagedjax.engine.compilation_cache import program_store
 from pagedjax.engine.kv_pool import KVPool, KVSpec
 from pagedjax.engine.kv_scales import KVScales
 from pagedjax.engine.penalties import SeenTokens
+from pagedjax.engine.program_store import Program
+from pagedjax.engine.programs import THREADS_EACH, BuildTimes, build, report
 from pagedjax.engine.sampler import SampleOutputs
 from pagedjax.engine.step import redraw, run_step
 from pagedjax.engine.step_inputs import SamplingLayout, StepLayout
@@ -30,6 +32,10 @@ from pagedjax.models.params import Params
 # Changes of the block tables in one call of their own: 48 KiB. The driver takes up to 64 KiB from
 # ordinary memory at once; for more it makes the host wait until the device has come to the copy.
 _EDITS = 4096
+
+# On a GPU a step of a few tokens takes as long as its weights take to be read, so that smaller
+# steps would take no less. One sequence alone has products of another kind: it keeps its own.
+_GPU_FEW_SEQS, _GPU_FEW_TOKENS = 8, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,7 @@ class ModelRunner:
         seen: the tokens of sequences with penalties.
         abstract_pool: shapes, dtypes and shardings of the pool's arrays.
         compiles_after_warmup: steps that had to be compiled after `warm_up`; any is a defect.
+        warm_up_times: where the time of `warm_up` went.
     """
 
     def __init__(
@@ -78,17 +85,18 @@ class ModelRunner:
         assert config.max_num_seqs and config.max_num_batched_tokens and config.bucket_growth
         self._names = tuple(params)
         self._params = tuple(params.values())  # quicker to hand over than by name, each step
-        self.buckets = Buckets(
-            max_seqs=config.max_num_seqs,
-            max_tokens=config.max_num_batched_tokens,
-            growth=config.bucket_growth,
-        )
         self.compiles_after_warmup = 0
+        self.warm_up_times = BuildTimes()
         self._arch = arch
         self._spec = spec
         self._config = config
         device = next(iter(params["embed.table"].sharding.device_set))
         self._platform: str = device.platform
+        few = () if self._platform == "cpu" else (_GPU_FEW_SEQS, _GPU_FEW_TOKENS)
+        self.buckets = Buckets(
+            config.max_num_seqs, config.max_num_batched_tokens, config.bucket_growth, *few
+        )
+        self.store = program_store(device) if config.compilation_cache else None
         self._pool: KVPool = spec.create(device)
         self.abstract_pool: Any = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self._pool
@@ -146,32 +154,36 @@ class ModelRunner:
             progress: called with (steps compiled, steps in all) after each.
         """
         rows = sorted({bucket.seqs for bucket in self.buckets})
-        # Steps first, the largest of them in front: they take longest.
-        kinds = ((False, False), (True, False), (True, True))
+        kinds = ((True, True), (True, False), (False, False))
         draws = [Draw(n, full, penalties) for n in rows for full, penalties in kinds]
-        keys = [*reversed(list(self.buckets)), *draws]
-        missing = [key for key in keys if key not in self._compiled]
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            for done, (key, code) in enumerate(
-                zip(missing, threads.map(self.compile, missing), strict=True), 1
-            ):
-                self._compiled[key] = code
-                if progress is not None:
-                    progress(done, len(missing))
-            list(threads.map(self._copier.compile, self._copier.sizes))
-        self._edit_tables = self._compile_edits()
-        self.seen.compile()
+        keys = [*sorted(self.buckets, key=self._effort, reverse=True), *draws]
+        missing = {key: self.program(key) for key in keys if key not in self._compiled}
+        small = [partial(self._copier.compile, size) for size in self._copier.sizes]
+        small += [self._compile_edits, self.seen.compile]
+        built, self.warm_up_times = build(
+            missing, store=self.store, others=small, progress=progress
+        )
+        report("warm-up", self.warm_up_times)
+        self._compiled.update(built)
         self._warm = True
 
+    def _effort(self, bucket: Bucket) -> tuple[bool, int]:
+        """Orders steps by how long they take to compile: trying products out takes longest."""
+        return self._platform != "cpu" and bucket.tokens < MANY_TOKENS, bucket.tokens
+
     def compile(self, key: Bucket | Draw) -> Any:
-        """Compile one step or redraw for the shapes at hand and their device.
+        """One step or redraw, compiled or from an earlier start."""
+        return build({key: self.program(key)}, store=self.store)[0][key]
+
+    def program(self, key: Bucket | Draw) -> Program:
+        """One step or redraw for the shapes at hand and their device.
 
         The pool is donated, and so are the drawn tokens and the block tables: what keeps its
         address from launch to launch does not make the driver update the captured CUDA graph.
         """
-        return self._compile_draw(key) if isinstance(key, Draw) else self._compile_step(key)
+        return self._draw_program(key) if isinstance(key, Draw) else self._step_program(key)
 
-    def _compile_step(self, bucket: Bucket) -> Any:
+    def _step_program(self, bucket: Bucket) -> Program:
         layout = self.layout(bucket)
 
         def step(
@@ -196,7 +208,7 @@ class ModelRunner:
             return pool, drawn, tables, logits, outputs
 
         abstract = self._abstract
-        traced = jax.jit(step, donate_argnums=(1, 2, 3)).lower(
+        arguments = (
             tuple(abstract(x.shape, x.dtype) for x in self._params),
             self.abstract_pool,
             abstract(self._drawn.shape, np.int32),
@@ -204,28 +216,38 @@ class ModelRunner:
             abstract((layout.size,), np.int32),
             jax.tree.map(lambda x: abstract(x.shape, x.dtype), self._kv_scales),
         )
-        return traced.compile(_compiler_options(self._platform, bucket.tokens))
+        static = (self._arch, self._names, self._spec.block_size, self._config.implementation)
+        return Program(
+            name=f"{bucket} {static}",
+            function=self._jitted(step, (1, 2, 3)),
+            arguments=arguments,
+            options=_compiler_options(self._platform, bucket.tokens),
+        )
 
-    def _compile_draw(self, key: Draw) -> Any:
+    def _draw_program(self, key: Draw) -> Program:
         layout = SamplingLayout(key.rows, key.penalties)
+        num_top = min(self._config.max_logprobs, self._arch.vocab)
 
         def draw(logits: jax.Array, drawn: jax.Array, packed: jax.Array, seen: jax.Array | None):
-            return redraw(
-                logits,
-                drawn,
-                layout.unpack(packed),
-                seen,
-                full=key.full,
-                num_top=min(self._config.max_logprobs, self._arch.vocab),
-            )
+            sampling = layout.unpack(packed)
+            return redraw(logits, drawn, sampling, seen, full=key.full, num_top=num_top)
 
-        traced = jax.jit(draw, donate_argnums=(1, 3)).lower(
+        arguments = (
             self._abstract((key.rows, self._arch.vocab), np.float32),
             self._abstract(self._drawn.shape, np.int32),
             self._abstract((layout.size,), np.int32),
             self.seen.abstract if key.penalties else None,
         )
-        return traced.compile(_compiler_options(self._platform, key.rows))
+        return Program(
+            name=f"{key} {num_top}",
+            function=self._jitted(draw, (1, 3)),
+            arguments=arguments,
+            options=_compiler_options(self._platform, key.rows),
+        )
+
+    def _jitted(self, function: Callable[..., Any], donated: tuple[int, ...]) -> Any:
+        named = function if self.store is None else self.store.renamed(function)
+        return jax.jit(named, donate_argnums=donated)
 
     def _abstract(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._drawn.sharding)
@@ -283,7 +305,9 @@ class ModelRunner:
     def _compile_edits(self) -> Any:
         tables = self._abstract(self._tables.shape, np.int32)
         edits = self._abstract((_EDITS, 3), np.int32)
-        return jax.jit(edit_tables, donate_argnums=(0,)).lower(tables, edits).compile()
+        lowered = jax.jit(edit_tables, donate_argnums=(0,)).lower(tables, edits)
+        self._edit_tables = lowered.compile()
+        return self._edit_tables
 
     def launch(
         self,
@@ -338,7 +362,10 @@ def _compiler_options(platform: str, rows: int) -> dict[str, Any] | None:
         # and they are half of the time to compile.
         return {"xla_llvm_disable_expensive_passes": True}
     # Candidates are timed on the device, by one thread at a time: measure them, do not check them.
-    options: dict[str, Any] = {"xla_gpu_autotune_level": 2}
+    options: dict[str, Any] = {
+        "xla_gpu_autotune_level": 2,
+        "xla_gpu_force_compilation_parallelism": THREADS_EACH,
+    }
     if rows >= MANY_TOKENS:  # cuBLAS is as fast as anything XLA could generate and choose from
         options["xla_gpu_enable_triton_gemm"] = False
     return options

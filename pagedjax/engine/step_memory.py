@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -17,6 +15,7 @@ from pagedjax.config import EngineConfig
 from pagedjax.engine.buckets import Bucket
 from pagedjax.engine.kv_pool import kv_spec
 from pagedjax.engine.kv_scales import scales_for
+from pagedjax.engine.programs import build, report
 from pagedjax.engine.runner import Draw, ModelRunner
 from pagedjax.models.arch import ArchConfig
 from pagedjax.models.kv_calibration import KVCalibration
@@ -49,9 +48,14 @@ def planned_step_bytes(
     steps = [buckets.mixed[-1], buckets.decode[-1]]
     redraw = Draw(max(bucket.seqs for bucket in steps), full=True, penalties=True)
     keys: list[Bucket | Draw] = [*steps, redraw]
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        jobs = [[threads.submit(runner.compile, key) for runner in runners] for key in keys]
-        sizes = [[job.result().memory_analysis() for job in row] for row in jobs]
+    programs = {
+        (key, depth): runner.program(key)
+        for key in keys
+        for depth, runner in zip(depths, runners, strict=True)
+    }
+    built, times = build(programs, store=runners[0].store)
+    report("memory plan", times)
+    sizes = [[built[key, depth].memory_analysis() for depth in depths] for key in keys]
     temporary = max(_at_depth(row, depths, arch.layers) for row in sizes)
     outputs = [row[-1].output_size_in_bytes - row[-1].alias_size_in_bytes for row in sizes]
     seen = math.prod(runners[-1].seen.abstract.shape) * np.dtype(np.int32).itemsize

@@ -74,6 +74,16 @@ def test_a_step_gets_the_smallest_bucket_that_holds_it():
         buckets.fit(tokens=101, seqs=2)
 
 
+def test_a_gpu_has_no_sizes_that_take_no_less_time():
+    """With few tokens the weights take as long to read; one sequence alone is the exception."""
+    buckets = Buckets(256, 2048, 2, few_seqs=8, few_tokens=128)
+    assert [b.seqs for b in buckets.decode] == [1, 8, 16, 32, 64, 128, 256]
+    assert [b.tokens for b in buckets.mixed] == [128, 256, 512, 1024, 2048]
+    assert buckets.fit(tokens=2, seqs=2) == Bucket(8, 8, True)
+    small = Buckets(2, 6, 2, few_seqs=8, few_tokens=128)
+    assert list(small) == [Bucket(1, 1, True), Bucket(2, 2, True), Bucket(6, 2, False)]
+
+
 def no_steps():
     raise AssertionError("a CPU's fraction is for the pool alone: nothing is compiled for its size")
 

@@ -69,3 +69,26 @@ def test_more_tokens_a_step_leave_less_for_the_pool():
         )
         block_bytes = 2 * 2 * 2 * 16 * 8 * 4
         assert fitting == min((limit // 2 - 1_000_000 - plan) // block_bytes, 1 + 64 * 16)
+
+
+@pytest.mark.parametrize("in_use", [1_000_000, 1_000_000 + 3 * 4096])
+def test_a_few_bytes_more_in_use_do_not_change_the_pool(in_use):
+    """Its size is in every program: another would find nothing that an earlier start compiled."""
+
+    class Gpu:
+        platform = "gpu"
+
+        def memory_stats(self):
+            return {"bytes_limit": 2**28, "bytes_in_use": in_use}
+
+    config = EngineConfig(max_num_seqs=4096, memory_fraction=0.5, max_num_batched_tokens=4096)
+    fitting = blocks_that_fit(
+        tiny_arch(),
+        config.resolved(platform="gpu", max_positions=256),
+        dtype=np.dtype(np.float32),
+        device=Gpu(),
+        step_bytes=lambda: 0,
+    )
+    exact = (2**27 - in_use) // 4096
+    assert fitting == 32512
+    assert 0.998 * exact <= fitting <= exact

@@ -1,0 +1,142 @@
+"""Brings an engine's programs into being: taken from an earlier start, or lowered and compiled.
+
+Tracing and lowering is Python, which one thread at a time can run; compiling is XLA's and runs
+beside it. So one thread lowers, program after program, and others compile what it has lowered: the
+first program is being compiled while the second is lowered. Were each thread to do both, all would
+share the interpreter and nothing would be lowered until nearly everything is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pagedjax.engine.program_store import Program, ProgramStore
+
+# XLA's threads for each program on a GPU, that compile the candidates of a matrix product.
+# Left to itself it takes as many as there are cores, for each of the programs that are compiled at
+# the same time, and they leave the one thread that lowers a small share of a core.
+THREADS_EACH = 2
+
+_log = logging.getLogger(__name__)
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+
+
+@dataclass(slots=True, kw_only=True)
+class BuildTimes:
+    """Where the time of `build` went. Seconds.
+
+    Attributes:
+        programs: how many there are now.
+        kept: how many of these an earlier start had left.
+        load_s: until those were loaded.
+        lower_s: tracing and lowering of the others, one after another.
+        compile_s: compiling them, summed over threads that do so at the same time.
+        rest_s: from the last one's lowering until everything was compiled.
+        wall_s: in all.
+    """
+
+    programs: int = 0
+    kept: int = 0
+    load_s: float = 0.0
+    lower_s: float = 0.0
+    compile_s: float = 0.0
+    rest_s: float = 0.0
+    wall_s: float = 0.0
+
+
+def build(
+    programs: Mapping[KeyT, Program],
+    *,
+    store: ProgramStore | None = None,
+    others: Sequence[Callable[[], object]] = (),
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[dict[KeyT, Any], BuildTimes]:
+    """Load or compile programs, several at a time.
+
+    Args:
+        programs: what takes longest to compile comes first.
+        store: has those of earlier starts, and gets what is compiled; None compiles all.
+        others: small things to compile beside them.
+        progress: called with (programs done, programs in all) after each.
+
+    Returns:
+        The compiled programs, and where the time went.
+    """
+    begin = time.perf_counter()
+    times, built = BuildTimes(programs=len(programs)), {}
+
+    def done(key: KeyT, code: Any) -> None:
+        built[key] = code
+        if progress is not None:
+            progress(len(built), len(programs))
+
+    def finish(jobs: Iterable[Future[tuple[KeyT, Any, float]]]) -> None:
+        for job in jobs:
+            key, code, seconds = job.result()
+            times.compile_s += seconds
+            done(key, code)
+
+    with ThreadPoolExecutor(max(1, num_cores() // THREADS_EACH)) as threads:
+        beside = [threads.submit(other) for other in others]
+        if store is not None:
+            for key, code in zip(programs, threads.map(store.load, programs.values()), strict=True):
+                if code is not None:
+                    done(key, code)
+        times.kept, times.load_s = len(built), time.perf_counter() - begin
+        waiting: set[Future[tuple[KeyT, Any, float]]] = set()
+        for key in [key for key in programs if key not in built]:
+            start = time.perf_counter()
+            lowered = programs[key].lower()
+            times.lower_s += time.perf_counter() - start
+            waiting.add(threads.submit(_compiled, key, programs[key], lowered, store))
+            ready, waiting = wait(waiting, timeout=0)
+            finish(ready)
+        start = time.perf_counter()
+        while waiting:
+            ready, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            finish(ready)
+        for job in beside:
+            job.result()
+    if store is not None:
+        store.trim()
+    now = time.perf_counter()
+    times.rest_s, times.wall_s = now - start, now - begin
+    return built, times
+
+
+def _compiled(
+    key: KeyT, program: Program, lowered: Any, store: ProgramStore | None
+) -> tuple[KeyT, Any, float]:
+    start = time.perf_counter()
+    code = lowered.compile(program.options) if store is None else store.compile(program, lowered)
+    return key, code, time.perf_counter() - start
+
+
+def report(what: str, times: BuildTimes) -> None:
+    """Log where the time went, at level INFO."""
+    _log.info(
+        "%s: %d programs in %.1f s, %d of them from an earlier start (%.1f s); the others: "
+        "lowered in %.1f s, compiled in %.1f s of several threads, the last %.1f s later",
+        what,
+        times.programs,
+        times.wall_s,
+        times.kept,
+        times.load_s,
+        times.lower_s,
+        times.compile_s,
+        times.rest_s,
+    )
+
+
+def num_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
