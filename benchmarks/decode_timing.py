@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.kernel_timing import L2_BYTES, copy_bandwidth, median_seconds, random_pool
 from benchmarks.record import record
 from pallas_kernels.cases import DecodeCase, decode_cases, ragged_case
-from pallas_kernels.decode_plan import plan_decode
+from pallas_kernels.decode_plan import DecodePlan, plan_decode
 from pallas_kernels.tuning import DecodeConfig, core_count
 
 COMPILE_THREADS = 12
@@ -108,7 +108,7 @@ class Workload:
 
         @jax.jit
         def once(
-            q: jax.Array, pool: jax.Array, table: jax.Array, lens: jax.Array, plan: jax.Array
+            q: jax.Array, pool: jax.Array, table: jax.Array, lens: jax.Array, plan: DecodePlan
         ) -> Any:
             options = OPTIONS | {"scale": case.head_dim**-0.5, "kv_scales": scales}
             return attention(q, pool, table, lens, plan=plan, config=variant.config, **options)
@@ -124,11 +124,11 @@ class Workload:
         args = (self.q, pool, self.tables, jnp.asarray(self.lens), self.plan(variant))
         return jax.jit(chain).lower(*args).compile(), args
 
-    def plan(self, variant: Variant) -> jax.Array:
+    def plan(self, variant: Variant) -> DecodePlan:
         config = variant.config
         parts = config.parts(self.case.kv_heads)
         plan = plan_decode(self.lens, tile=config.tile, parts=parts)
-        return jnp.asarray(plan)
+        return DecodePlan(*map(jnp.asarray, plan))
 
 
 def bench_decode(args: argparse.Namespace) -> None:

@@ -39,7 +39,7 @@ def merge_parts(
         part: float32 `[2, parts, kv_heads, rows, head_dim]`; index 0 for the piece that begins a
             context, 1 for a later one. The rows are the heads of the group for each query in turn.
         part_lse: float32 `[2, parts, kv_heads, rows]`, base 2.
-        plan: see `decode_plan`.
+        plan: the parts of a `decode_plan.DecodePlan`.
         sinks: float32 `[q_heads]` or None.
         interpret: run on a CPU, for tests.
 

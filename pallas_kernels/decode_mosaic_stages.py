@@ -120,7 +120,7 @@ class Problem:
 
 def produce(problem: Problem, sources: Any, tiles: Any, barriers: Any) -> None:
     """Stream this worker's tiles of keys and values into shared memory."""
-    kv_ref, table_ref, len_ref, plan_ref = sources
+    kv_ref, table_ref, line_ref, plan_ref = sources
     k_smem, v_smem = tiles
     k_bar, v_bar, k_free, v_free = barriers
     part, head = lax.axis_index("part"), lax.axis_index("head")
@@ -130,15 +130,16 @@ def produce(problem: Problem, sources: Any, tiles: Any, barriers: Any) -> None:
     def locate(seq: jax.Array, length: jax.Array, index: jax.Array) -> tuple[Any, jax.Array]:
         """Pool rows of the keys of a tile, one per copy, and the number of tiles of its context."""
         start = (first_tile(length, problem.tile, problem.span) + index) * problem.tile
+        # Past the line's end lie places of no tile: what is looked up there is not used.
         last_block = lax.div(jnp.maximum(length - 1, 0), jnp.int32(block_size))
         rows = []
         for i in range(problem.copies):
             token = start + i * copy_rows
             column = jnp.minimum(lax.div(token, jnp.int32(block_size)), last_block)
             offset = 0 if copy_rows == block_size else lax.rem(token, jnp.int32(block_size))
-            # The null block stands in for those of a padding row, whose table says nothing.
-            block = jnp.where(length > 0, table_ref[seq, column], 0)
-            rows.append((block * (2 * problem.kv_heads) + head) * block_size + offset)
+            rows.append(
+                (table_ref[seq, column] * (2 * problem.kv_heads) + head) * block_size + offset
+            )
         return tuple(rows), visible_tiles(length, problem.tile, problem.span)
 
     def copy(rows: Any, smem: Any, slot: jax.Array, barrier: Any) -> None:
@@ -169,13 +170,13 @@ def produce(problem: Problem, sources: Any, tiles: Any, barriers: Any) -> None:
                         one(i)
 
     def step(i: jax.Array, carry: Any) -> Any:
-        seq, index, tiles, rows = carry
+        place, index, tiles, rows = carry
         slot = lax.rem(i, jnp.int32(problem.stages))
         context_ends = index + 1 == tiles
-        seq = jnp.minimum(jnp.where(context_ends, seq + 1, seq), problem.seqs - 1)
+        place = jnp.minimum(jnp.where(context_ends, place + 1, place), problem.seqs - 1)
         index = jnp.where(context_ends, 0, index + 1)
         # Table entries of the next tile arrive while this one waits for its slot.
-        next_rows, tiles = locate(seq, len_ref[seq], index)
+        next_rows, tiles = locate(line_ref[place, 0], line_ref[place, 1], index)
 
         @pl.when(i >= problem.stages)
         def _() -> None:
@@ -189,11 +190,12 @@ def produce(problem: Problem, sources: Any, tiles: Any, barriers: Any) -> None:
 
         value_rows = [row + problem.kv_heads * block_size for row in rows]
         copy(value_rows, v_smem, slot, v_bar)
-        return seq, index, tiles, next_rows
+        return place, index, tiles, next_rows
 
-    seq, length, index = (plan_ref[part, c] for c in (Column.SEQ, Column.SEQ_LEN, Column.TILE))
+    begin = (Column.PLACE, Column.SEQ, Column.SEQ_LEN, Column.TILE)
+    place, seq, length, index = (plan_ref[part, c] for c in begin)
     rows, tiles = locate(seq, length, index)
-    lax.fori_loop(0, total, step, (seq, index, tiles, rows))
+    lax.fori_loop(0, total, step, (place, index, tiles, rows))
     pending = jnp.minimum(total, problem.stages)
 
     @pl.loop(0, pending)  # every phase of a barrier is waited for, those of the last tiles too
@@ -205,7 +207,7 @@ def produce(problem: Problem, sources: Any, tiles: Any, barriers: Any) -> None:
 
 def consume(problem: Problem, sources: Any, outputs: Any, smem: Any, barriers: Any) -> None:
     """Attend to this worker's tiles, segment by segment."""
-    q_ref, len_ref, plan_ref, query_ref, sink_ref, scale_ref = sources
+    q_ref, line_ref, plan_ref, query_ref, sink_ref, scale_ref = sources
     q_smem, k_smem, v_smem, p_smem = smem
     q_bar, k_bar, v_bar, k_free, v_free = barriers
     tile, head_dim, columns = problem.tile, problem.head_dim, problem.columns
@@ -213,8 +215,10 @@ def consume(problem: Problem, sources: Any, outputs: Any, smem: Any, barriers: A
     total_tiles = plan_ref[part, Column.TILES]
     k_scale, v_scale = (1.0, 1.0) if scale_ref is None else (scale_ref[i, head] for i in (0, 1))
 
+    _zero_empty(problem, outputs, line_ref, plan_ref)
+
     def segment(_: jax.Array, carry: Any) -> Any:
-        seq, length, index, done = carry
+        place, seq, length, index, done = carry
         tiles = visible_tiles(length, tile, problem.span)
         count = jnp.minimum(tiles - index, total_tiles - done)
         row = (seq * problem.kv_heads + head) * problem.rows
@@ -271,12 +275,35 @@ def consume(problem: Problem, sources: Any, outputs: Any, smem: Any, barriers: A
         def _() -> None:
             _share(problem, sources, outputs, state, finish, begins=index == 0)
 
-        following = jnp.minimum(seq + 1, problem.seqs - 1)
-        return following, len_ref[following], jnp.int32(0), done + count
+        place = jnp.minimum(place + 1, problem.seqs - 1)
+        return place, line_ref[place, 0], line_ref[place, 1], jnp.int32(0), done + count
 
-    begin = [plan_ref[part, c] for c in (Column.SEQ, Column.SEQ_LEN, Column.TILE)]
-    lax.fori_loop(0, plan_ref[part, Column.SEGMENTS], segment, (*begin, jnp.int32(0)))
+    begin = (Column.PLACE, Column.SEQ, Column.SEQ_LEN, Column.TILE)
+    init = (*(plan_ref[part, c] for c in begin), jnp.int32(0))
+    lax.fori_loop(0, plan_ref[part, Column.SEGMENTS], segment, init)
     plgpu.wait_smem_to_gmem(0)
+
+
+def _zero_empty(problem: Problem, outputs: Any, line_ref: Any, plan_ref: Any) -> None:
+    """Write the outputs of this worker's share of the sequences without a context."""
+    out_ref, lse_ref, o_smem = outputs[:3]
+    part, head = lax.axis_index("part"), lax.axis_index("head")
+    first, empties = plan_ref[part, Column.EMPTY_PLACE], plan_ref[part, Column.EMPTIES]
+
+    @pl.when(empties > 0)
+    def _() -> None:
+        zeros = jnp.zeros((problem.head_dim, problem.columns), o_smem.dtype)
+        o_smem.T[...] = plgpu.layout_cast(zeros, TRANSPOSED)
+        plgpu.commit_smem()
+
+        @pl.loop(0, empties)
+        def _(i: jax.Array) -> None:
+            row = (line_ref[first + i, 0] * problem.kv_heads + head) * problem.rows
+            mine = o_smem.at[pl.ds(0, problem.rows)]
+            plgpu.copy_smem_to_gmem(mine, out_ref.at[pl.ds(row, problem.rows)])
+            if problem.with_lse:
+                for j in range(problem.rows):
+                    lse_ref[row + j] = jnp.float32(-jnp.inf)
 
 
 def _score_tile(problem: Problem, keys: Any, q_smem: Any, free: Any) -> jax.Array:
@@ -358,7 +385,7 @@ def _finish(
     if sink_ref is not None:
         extra = jnp.exp2(_of_rows(sink_ref, problem, first_row) * LOG2_E - peak)
         total = total + jnp.where(total > 0, extra, jnp.zeros_like(extra))
-    safe = jnp.where(total > 0, total, jnp.ones_like(total))  # 0: a padding row
+    safe = jnp.where(total > 0, total, jnp.ones_like(total))  # 0: before the first position
     acc = acc / over_rows(safe, acc.shape)
     lse = jnp.where(total > 0, peak + jnp.log2(safe), -jnp.inf)
     mine = pl.ds(row - first_row, problem.rows)  # the other rows belong to neighbours

@@ -5,7 +5,8 @@ the other, form a line that is cut into equal parts, as Stream-K does for matrix
 al., arXiv:2301.03598). A part may begin and end inside a context, so short and long sequences
 balance to within one tile, whatever the batch. What a part holds of one sequence is a segment; a
 context that lies in several parts yields one partial result per segment, and the part that holds
-its first tile also names it for the merge.
+its first tile also names it for the merge. Sequences without a context, which pad a batch, have no
+tile; only their outputs are to be zeroed, and each part has an equal share of them.
 
 Every key/value head has a worker of its own for each part, and the workers of one part run next to
 each other: a block of the pool holds all heads, and is then read as a whole at about one time,
@@ -15,49 +16,64 @@ which the memory's pages and address translation reward (10 % of the bandwidth o
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 
 class Column(enum.IntEnum):
-    """Columns of a plan, int32.
+    """Columns of the parts of a plan, int32.
 
-    The first seven describe one part per row. The others list the contexts that several parts
-    share, in the first `min(parts, seqs)` rows, for a merge by a kernel of its own.
+    Those before `MERGE_SEQ` describe one part per row. The others list the contexts that several
+    parts share, in the first `min(parts, seqs)` rows, for a merge by a kernel of its own.
     """
 
-    SEQ = 0  # where the part begins: sequence
-    SEQ_LEN = 1  # (its length, which saves the kernel a load that others wait for)
-    TILE = 2  # and tile, counted from the first one that the window leaves visible
-    TILES = 3  # length of the part; 0 for an idle one
-    SEGMENTS = 4  # sequences that the part touches
-    FIRST_PART = 5  # part that holds the first tile of the sequence where the part begins
-    LATER_PARTS = 6  # how many later parts hold pieces of a context that begins in this one
-    MERGE_SEQ = 7  # the sequence
-    MERGE_PART = 8  # part that holds its first tile
-    MERGE_LATER = 9  # how many later parts hold a piece of it; 0: no merge in this row
+    PLACE = 0  # where the part begins: place of a sequence in the line
+    SEQ = 1  # (the sequence there, and its length: loads that others would wait for)
+    SEQ_LEN = 2
+    TILE = 3  # and tile, counted from the first one that the window leaves visible
+    TILES = 4  # length of the part; 0 for an idle one
+    SEGMENTS = 5  # sequences that the part touches
+    FIRST_PART = 6  # part that holds the first tile of the sequence where the part begins
+    LATER_PARTS = 7  # how many later parts hold pieces of a context that begins in this one
+    EMPTY_PLACE = 8  # place of the first sequence without a context that the part has to zero
+    EMPTIES = 9  # how many of them, at consecutive places
+    MERGE_SEQ = 10  # the sequence
+    MERGE_PART = 11  # part that holds its first tile
+    MERGE_LATER = 12  # how many later parts hold a piece of it; 0: no merge in this row
 
 
-def plan_decode(seq_lens: Any, *, tile: int, parts: int, window: int | None = None) -> Any:
+class DecodePlan(NamedTuple):
+    """The work of one decode step, as numpy or JAX arrays.
+
+    Attributes:
+        parts: int32 `[parts, len(Column)]`.
+        line: int32 `[seqs, 2]`: every sequence and its length, those with a context first.
+    """
+
+    parts: Any
+    line: Any
+
+
+def plan_decode(seq_lens: Any, *, tile: int, parts: int, window: int | None = None) -> DecodePlan:
     """Divide the work of one decode step; shared by all layers of the same window.
 
     A numpy array is planned on the host, in microseconds; a JAX array inside the traced program,
     where equal calls of several layers are computed once.
 
     Args:
-        seq_lens: int32 `[seqs]`; a padding row (0) counts as one tile.
+        seq_lens: int32 `[seqs]`; 0 for a padding row.
         tile: keys per tile.
         parts: rows of the plan; the kernel has `parts * kv_heads` workers.
         window: as for `paged_decode_attention`.
 
     Returns:
-        int32 `[parts, len(Column)]`, numpy or JAX like `seq_lens`.
+        The plan, numpy or JAX like `seq_lens`.
     """
     xp = np if isinstance(seq_lens, np.ndarray) else jnp
-    lens = seq_lens.astype(np.int32)
+    line = _contexts_first(seq_lens.astype(np.int32))
+    seqs, (seq_at, lens) = line.shape[0], line.T
     tiles = visible_tiles(lens, tile, window)
     seq_end = xp.cumsum(tiles).astype(np.int32)
     part = xp.arange(parts, dtype=np.int32)
@@ -68,24 +84,42 @@ def plan_decode(seq_lens: Any, *, tile: int, parts: int, window: int | None = No
     part_end = start + length
 
     def locate(position: Any) -> tuple[Any, Any]:
-        seq = xp.minimum(_interval(seq_end, position), lens.shape[0] - 1)  # idle: past the end
-        return seq, position - (seq_end[seq] - tiles[seq])
+        place = xp.minimum(_interval(seq_end, position), seqs - 1)  # idle: past the end
+        return place, position - (seq_end[place] - tiles[place])
 
-    seq, first = locate(start)
-    last_seq, last = locate(xp.maximum(part_end - 1, start))
-    segments = xp.where(length > 0, last_seq - seq + 1, 0)
-    seq_part = _interval(part_end, seq_end - tiles)  # of every sequence's first tile
-    seq_later = _interval(part_end, seq_end - 1) - seq_part
-    begins = (last_seq > seq) | (first == 0)
-    unfinished = begins & (last < tiles[last_seq] - 1) & (length > 0)
-    later = xp.where(unfinished, seq_later[last_seq], 0)
-    if lens.shape[0] <= parts:
-        merges = [xp.arange(lens.shape[0], dtype=np.int32), seq_part, seq_later]
+    place, first = locate(start)
+    last_place, last = locate(xp.maximum(part_end - 1, start))
+    segments = xp.where(length > 0, last_place - place + 1, 0)
+    first_part = _interval(part_end, seq_end - tiles)  # of the sequence at every place
+    later_parts = xp.where(tiles > 0, _interval(part_end, seq_end - 1) - first_part, 0)
+    begins = (last_place > place) | (first == 0)
+    unfinished = begins & (last < tiles[last_place] - 1) & (length > 0)
+    later = xp.where(unfinished, later_parts[last_place], 0)
+    contexts = xp.sum(lens > 0, dtype=np.int32)
+    empty, empty_end = (contexts + (p * (seqs - contexts)) // parts for p in (part, part + 1))
+    if seqs <= parts:
+        merges = [seq_at, first_part, later_parts]
     else:
-        merges = [last_seq, part, later]
+        merges = [seq_at[last_place], part, later]
     merges = [xp.pad(c.astype(np.int32), (0, parts - c.shape[0])) for c in merges]
-    columns = (seq, lens[seq], first, length, segments, seq_part[seq], later, *merges)
-    return xp.stack([c.astype(np.int32) for c in columns], axis=1)
+    where = (place, seq_at[place], lens[place], first, length, segments)
+    columns = (*where, first_part[place], later, empty, empty_end - empty, *merges)
+    return DecodePlan(xp.stack([c.astype(np.int32) for c in columns], axis=1), line)
+
+
+def _contexts_first(lens: Any) -> Any:
+    """Sequences and their lengths, int32 `[seqs, 2]`, those of length 0 behind the others."""
+    if isinstance(lens, np.ndarray):
+        seqs = np.argsort(lens == 0, kind="stable").astype(np.int32)
+        return np.stack([seqs, lens[seqs]], axis=1)
+    empty = (lens == 0).astype(np.int32)
+    full = 1 - empty
+    place = jnp.where(empty > 0, jnp.sum(full) + jnp.cumsum(empty), jnp.cumsum(full)) - 1
+    # By comparing everything with everything: neither a sort nor a scatter is worth its kernels.
+    seqs = jnp.arange(lens.shape[0], dtype=np.int32)
+    here = place[None, :] == seqs[:, None]
+    at = [jnp.sum(jnp.where(here, x[None, :], 0), axis=1, dtype=np.int32) for x in (seqs, lens)]
+    return jnp.stack(at, axis=1)
 
 
 def _interval(ends: Any, position: Any) -> Any:
@@ -105,11 +139,5 @@ def first_tile(lens: Any, tile: int, window: int | None) -> Any:
 
 
 def visible_tiles(lens: Any, tile: int, window: int | None) -> Any:
-    """Tiles of keys that the newest position sees; 1 for an empty context."""
-    xp = np if isinstance(lens, np.ndarray) else jnp
-    return xp.maximum((lens + (tile - 1)) // tile - first_tile(lens, tile, window), 1)
-
-
-def abstract_plan(parts: int) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a plan, for ahead-of-time compilation."""
-    return jax.ShapeDtypeStruct((parts, len(Column)), jnp.int32)
+    """Tiles of keys that the newest position sees."""
+    return (lens + (tile - 1)) // tile - first_tile(lens, tile, window)

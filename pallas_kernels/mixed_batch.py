@@ -58,10 +58,8 @@ def attend_mixed_batch(
     row = jnp.where(single, query_start[:-1], tokens + jnp.arange(seqs, dtype=jnp.int32))
     row_q = q.at[row].get(mode="fill", fill_value=0)
     row_lens = jnp.where(single, seq_lens, 0)
-    # The decode kernels may look at the first block of an empty context.
-    row_tables = jnp.where(row_lens[:, None] > 0, block_tables, 0)
     try:
-        decoded = decode(row_q, kv_pool, row_tables, row_lens, return_lse=return_lse, **options)
+        decoded = decode(row_q, kv_pool, block_tables, row_lens, return_lse=return_lse, **options)
     except NotImplementedError:
         return prefill(*batch, return_lse=return_lse, **options)
     rest = prefill(*batch, return_lse=return_lse, single_rows=False, **options)

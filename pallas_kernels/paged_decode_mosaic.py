@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.decode_mosaic_stages import Problem, aligned, consume, produce
-from pallas_kernels.decode_plan import plan_decode
+from pallas_kernels.decode_plan import DecodePlan, plan_decode
 from pallas_kernels.mosaic_registers import in_key_order
 from pallas_kernels.tuning import MOSAIC_SUMS, DecodeConfig, decode_config
 
@@ -43,7 +43,7 @@ def paged_decode_attention(
     sinks: jax.Array | None,
     kv_scales: jax.Array | None,
     return_lse: bool,
-    plan: jax.Array | None = None,
+    plan: DecodePlan | None = None,
     config: DecodeConfig | None = None,
     interpret: Any = None,
 ) -> Any:
@@ -75,7 +75,7 @@ def paged_decode_attention(
     planned = plan
     if planned is None:
         planned = plan_decode(seq_lens, tile=config.tile, parts=parts, window=problem.span)
-    call = _build(problem, q.dtype, compute, kv_pool.dtype, planned.shape[0], interpret)
+    call = _build(problem, q.dtype, compute, kv_pool.dtype, planned.parts.shape[0], interpret)
     rows = _padded_rows(_by_head(q, problem).astype(compute), problem)
     if kv_scales is not None and interpret is None:
         rows = in_key_order(rows)
@@ -84,12 +84,12 @@ def paged_decode_attention(
         rows,
         kv_pool.reshape(-1, problem.head_dim),
         block_tables,
-        seq_lens,
-        planned,
+        planned.line,
+        planned.parts,
         # Counters of the pieces of shared contexts. The kernel leaves them as it finds them, so
         # one array of zeros, which XLA fills once a program, serves all calls in it: they follow
         # each other on the device's one stream.
-        jnp.zeros((planned.shape[0], kv_heads), jnp.int32),
+        jnp.zeros((planned.parts.shape[0], kv_heads), jnp.int32),
         *([] if queries == 1 else [_repeated(query, problem)]),
         *([] if sinks is None else [_repeated(sinks[None, :], problem)]),
         *([] if kv_scales is None else [kv_scales]),
@@ -165,8 +165,8 @@ def _build(
 ) -> Any:
     """The kernel.
 
-    It takes query rows, pool rows, tables, lengths, plan, counters and, if any, what query each row
-    is, sinks and scales; and returns out, lse, and the pieces of contexts.
+    It takes query rows, pool rows, tables, line and parts of the plan, counters and, if any, what
+    query each row is, sinks and scales; and returns out, lse, and the pieces of contexts.
     """
     rows, columns = problem.seqs * problem.seq_rows, problem.columns
     tile_shape = (problem.stages, problem.tile, problem.head_dim)
@@ -179,7 +179,7 @@ def _build(
     piece = (*per_column[:3], problem.head_dim, columns)
 
     def body(*refs: Any) -> None:
-        q_ref, kv_ref, table_ref, len_ref, plan_ref, counter_ref, *more = refs[:num_inputs]
+        q_ref, kv_ref, table_ref, line_ref, plan_ref, counter_ref, *more = refs[:num_inputs]
         query_ref = more[0] if several else None
         sink_ref = more[several] if problem.with_sinks else None
         scale_ref = more[-1] if problem.with_scales else None
@@ -189,14 +189,14 @@ def _build(
 
         @pl.when(warpgroup == 0)
         def _() -> None:
-            sources = (q_ref, len_ref, plan_ref, query_ref, sink_ref, scale_ref)
+            sources = (q_ref, line_ref, plan_ref, query_ref, sink_ref, scale_ref)
             outputs = (out, lse, o, lse_row, (acc, peak, total), counter_ref, flag)
             barriers = (q_bar, k_bar, v_bar, k_free, v_free)
             consume(problem, sources, outputs, (q, k, v, p), barriers)
 
         @pl.when(warpgroup == 1)
         def _() -> None:
-            sources = (kv_ref, table_ref, len_ref, plan_ref)
+            sources = (kv_ref, table_ref, line_ref, plan_ref)
             produce(problem, sources, (k, v), (k_bar, v_bar, k_free, v_free))
 
     return plgpu.kernel(

@@ -17,7 +17,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.decode_merge import merge_parts
-from pallas_kernels.decode_plan import Column, first_tile, plan_decode, visible_tiles
+from pallas_kernels.decode_plan import (
+    Column,
+    DecodePlan,
+    first_tile,
+    plan_decode,
+    visible_tiles,
+)
 from pallas_kernels.pool_parts import Pool, PoolParts, parts_of
 from pallas_kernels.triton_attention import (
     LOG2_E,
@@ -44,7 +50,7 @@ def paged_decode_attention(
     sinks: jax.Array | None,
     kv_scales: jax.Array | None,
     return_lse: bool,
-    plan: jax.Array | None = None,
+    plan: DecodePlan | None = None,
     config: DecodeConfig | None = None,
     interpret: bool = False,
 ) -> Any:
@@ -62,7 +68,7 @@ def paged_decode_attention(
         planned = plan_decode(seq_lens, tile=config.tile, parts=parts, window=span)
     else:
         planned = plan
-    parts, product_rows = planned.shape[0], rows.shape[1] * (q_heads // kv_heads)
+    parts, product_rows = planned.parts.shape[0], rows.shape[1] * (q_heads // kv_heads)
     padded_rows = max(16, pl.next_power_of_2(product_rows))
     whole = pl.BlockSpec(memory_space=pl.ANY)
     kernel = functools.partial(
@@ -97,8 +103,8 @@ def paged_decode_attention(
             num_warps=max(config.num_warps, min(16, padded_rows // 16)),
             num_stages=config.stages,
         ),
-    )(rows, pool.keys, pool.values, block_tables, seq_lens, planned, *extras)
-    out, lse = merge_parts(out, lse, part, part_lse, planned, sinks, interpret=interpret)
+    )(rows, pool.keys, pool.values, block_tables, planned.line, planned.parts, *extras)
+    out, lse = merge_parts(out, lse, part, part_lse, planned.parts, sinks, interpret=interpret)
     out, lse = out.reshape(q.shape), lse.reshape(q.shape[:-1])
     return (out, lse) if return_lse else out
 
@@ -108,7 +114,7 @@ def _decode_kernel(
     key_ref: Any,
     value_ref: Any,
     table_ref: Any,
-    len_ref: Any,
+    line_ref: Any,
     plan_ref: Any,
     *refs: Any,
     value_index: int,
@@ -139,8 +145,21 @@ def _decode_kernel(
     key = jnp.arange(tile, dtype=jnp.int32)
     put = functools.partial(store_rows, interpret=interpret)
 
+    def put_row(seq: jax.Array, outs: Any, lse: jax.Array) -> None:
+        for part, out in zip(dims, outs, strict=True):
+            put(out_ref.at[seq, query, heads, part], out.astype(out_ref.dtype), real[:, None])
+        put(lse_ref.at[seq, query, heads], lse, real)
+
+    def zero(i: jax.Array, _: jax.Array) -> jax.Array:
+        seq = line_ref[plan_ref[plan_row, Column.EMPTY_PLACE] + i, 0]
+        zeros = [jnp.zeros((padded_rows, part.size), jnp.float32) for part in dims]
+        put_row(seq, zeros, jnp.full((padded_rows,), -jnp.inf, jnp.float32))
+        return _
+
+    lax.fori_loop(0, plan_ref[plan_row, Column.EMPTIES], zero, jnp.int32(0))
+
     def segment(_: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        seq, length, start_tile, done = carry
+        line_place, seq, length, start_tile, done = carry
         tiles = visible_tiles(length, tile, span)
         count = jnp.minimum(tiles - start_tile, plan_ref[plan_row, Column.TILES] - done)
         base = (first_tile(length, tile, span) + start_tile) * tile
@@ -171,10 +190,8 @@ def _decode_kernel(
             )  # fmt: skip
             return state, following
 
-        # A padding sequence has no tile to look at, and its table no block to follow.
-        end = jnp.where(length > 0, count, 0)
         init = (Softmax.start(padded_rows, dims), place(jnp.int32(0)))
-        state, _ = lax.fori_loop(0, end, step, init)
+        state, _ = lax.fori_loop(0, count, step, init)
         complete = count == tiles
         if sink_ref is not None:
             state = state.add_sink(sink_ref[heads], where=complete)
@@ -182,9 +199,7 @@ def _decode_kernel(
 
         @pl.when(complete)
         def _() -> None:
-            for part, out in zip(dims, outs, strict=True):
-                put(out_ref.at[seq, query, heads, part], out.astype(out_ref.dtype), real[:, None])
-            put(lse_ref.at[seq, query, heads], lse / LOG2_E, real)
+            put_row(seq, outs, lse / LOG2_E)
 
         @pl.when(jnp.logical_not(complete))
         def _() -> None:
@@ -193,9 +208,11 @@ def _decode_kernel(
                 put(part_ref.at[which, plan_row, head, row, part], out, real[:, None])
             put(part_lse_ref.at[which, plan_row, head, row], lse, real)
 
-        following = jnp.minimum(seq + 1, seqs - 1)
+        following = jnp.minimum(line_place + 1, seqs - 1)
+        seq, length = line_ref[following, 0], line_ref[following, 1]
         # The loop cannot carry a literal, hence the product.
-        return following, len_ref[following], start_tile * 0, done + count
+        return following, seq, length, start_tile * 0, done + count
 
-    begin = [plan_ref[plan_row, c] for c in (Column.SEQ, Column.SEQ_LEN, Column.TILE)]
+    columns = (Column.PLACE, Column.SEQ, Column.SEQ_LEN, Column.TILE)
+    begin = [plan_ref[plan_row, c] for c in columns]
     lax.fori_loop(0, plan_ref[plan_row, Column.SEGMENTS], segment, (*begin, jnp.int32(0)))

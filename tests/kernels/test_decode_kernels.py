@@ -76,7 +76,7 @@ def test_a_plan_from_the_host_gives_the_same_bits():
     case = make_decode_case(3, [200, 16, 0, 90], group=2)
     plan = plan_decode(case.seq_lens, tile=CONFIG.tile, parts=CONFIG.parts(2))
     for planned, traced in zip(
-        run_triton(case, plan=jnp.asarray(plan)), run_triton(case), strict=True
+        run_triton(case, plan=jax.tree.map(jnp.asarray, plan)), run_triton(case), strict=True
     ):
         np.testing.assert_array_equal(planned, traced)
 
