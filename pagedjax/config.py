@@ -51,6 +51,11 @@ class EngineConfig:
             GPU, 512 on a CPU.
         max_prefill_chunk: most tokens of one sequence in one step; None: only the step's budget
             limits it.
+        ttft_target_s: seconds in which a request is to have its first token. When a burst of
+            prompts makes that impossible for some, the longest of them wait, so that as many as
+            possible are in time, instead of all being served in order of arrival; nobody waits so
+            for more than a few times the target. None: nobody waits for a first token, as when
+            whole batches are generated.
         bucket_growth: ratio of neighbouring step sizes that are compiled. None: 2 on a GPU; 4 on a
             CPU, where a compile costs more than its padding.
         prefix_caching: whether finished blocks are kept and found again by later prompts that
@@ -88,6 +93,7 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_prefill_chunk: int | None = None
+    ttft_target_s: float | None = None
     bucket_growth: int | None = None
     prefix_caching: bool = True
     contiguous_blocks: bool = False
@@ -145,7 +151,9 @@ class EngineConfig:
             )
         if self.disk_cache_path is not None and not self.host_cache_bytes:
             raise ValueError("a disk cache is filled from host memory: host_cache_bytes is 0")
-        for name in ("link_bytes_per_s", "prefill_tokens_per_s"):
+        if self.preemption == "swap" and not self.host_cache_bytes:
+            raise ValueError("preemption is 'swap', which needs host memory: host_cache_bytes is 0")
+        for name in ("link_bytes_per_s", "prefill_tokens_per_s", "ttft_target_s"):
             rate = getattr(self, name)
             if rate is not None and not rate > 0:
                 raise ValueError(f"{name} must be positive, got {rate}")

@@ -21,6 +21,9 @@ class SchedulerConfig:
         max_num_batched_tokens: most tokens computed in one step.
         max_prefill_chunk: most tokens of one sequence in one step; None for no limit but the
             step's. Smaller chunks let the decodes of a mixed step finish sooner.
+        ttft_target_s: seconds in which a request is to have its first token. When not all can,
+            the most that can are served before the others (`scheduler.deadlines`), instead of in
+            order of arrival. None if nobody waits for a first token.
         prefix_caching: whether the keys and values of a prefix seen before are used again.
         contiguous_blocks: whether free blocks are kept as runs and handed out as such
             (`scheduler.free_lists`). Worth its time where blocks are copied in runs.
@@ -42,6 +45,7 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     max_prefill_chunk: int | None = None
+    ttft_target_s: float | None = None
     prefix_caching: bool = True
     contiguous_blocks: bool = False
     window: int | None = None
@@ -79,6 +83,8 @@ class SchedulerConfig:
             raise ValueError(f"window must be at least 1, got {self.window}")
         if self.max_prefill_chunk is not None and self.max_prefill_chunk < 1:
             raise ValueError(f"max_prefill_chunk must be at least 1, got {self.max_prefill_chunk}")
+        if self.ttft_target_s is not None and not self.ttft_target_s > 0:
+            raise ValueError(f"ttft_target_s must be positive, got {self.ttft_target_s}")
 
     @property
     def pool_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from scheduler.block_manager import BlockManager
 from scheduler.config import SchedulerConfig
+from scheduler.deadlines import Clock, Deadlines, is_chunk
 from scheduler.plan import Int32, SeqUpdate, StepPlan
 from scheduler.queue import Queues, urgency
 from scheduler.request import FinishReason, Request
@@ -56,8 +58,12 @@ class Scheduler:
     again while the others wait with their blocks; where these leave no room for it, and nothing
     else can be done, they give way.
 
+    With `SchedulerConfig.ttft_target_s` sequences still get blocks in this order, but those with a
+    prompt to compute share what the decodes leave of a step in the order of `Deadlines`.
+
     Args:
         config: sizes and budgets.
+        clock: seconds; read only if a first token is wanted within a time.
 
     Attributes:
         config: the same.
@@ -65,8 +71,9 @@ class Scheduler:
         swap_cost: what the preemption "auto" goes by; without it sequences recompute.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, clock: Clock = time.monotonic) -> None:
         self.config = config
+        self._deadlines = Deadlines(config.ttft_target_s, clock) if config.ttft_target_s else None
         self.blocks = BlockManager(config)
         self.swap_cost: SwapCost | None = None
         self._watermark = config.num_blocks // 100
@@ -146,6 +153,8 @@ class Scheduler:
             prompt = sibling.prompt
         seq = Sequence(request, prompt, self._next_seq_id, self.max_seq_len)
         self._next_seq_id += 1
+        if self._deadlines is not None:
+            seq.arrived = self._deadlines.clock()
         if sibling is not None:
             if not sibling.siblings:
                 sibling.siblings.append(sibling)
@@ -197,7 +206,9 @@ class Scheduler:
         running = self._queues.running
         preempted = self._make_way()
         preempted += self._schedule_running(step)
-        if not preempted:
+        if preempted:
+            self._share_out(step)
+        else:
             self._admit_waiting(step)
             while step.is_empty and running and not self._in_flight and self._wanting():
                 preempted.append(self._preempt_last())
@@ -227,6 +238,8 @@ class Scheduler:
         if token_ids.shape != (plan.num_samples,):
             raise ValueError(f"got tokens of shape {token_ids.shape}, want ({plan.num_samples},)")
         _, seqs = self._in_flight.popleft()
+        if self._deadlines is not None:
+            self._deadlines.took(plan, next_began=bool(self._in_flight))
         tokens: list[int] = token_ids.tolist()
         rows: list[int] = plan.drawn_rows.tolist()
         updates: list[SeqUpdate] = []
@@ -327,7 +340,7 @@ class Scheduler:
         index = 0
         while index < len(running):
             seq = running[index]
-            if seq.held:
+            if seq.held or (self._deadlines is not None and is_chunk(seq)):
                 index += 1
                 continue
             count = step.chunk(seq)
@@ -343,7 +356,7 @@ class Scheduler:
         return preempted
 
     def _admit_waiting(self, step: StepBuilder) -> None:
-        waiting = self._queues.waiting
+        waiting, in_order = self._queues.waiting, self._deadlines is None
         passed: list[Sequence] = []
         while waiting and self.blocks.num_free_rows:
             seq = waiting[0]
@@ -351,14 +364,20 @@ class Scheduler:
             if is_to_wait(seq, self.blocks):
                 passed.append(waiting.popleft())
                 continue
-            if not step.chunk(seq):
+            if in_order and not step.chunk(seq):
                 break
             if not self._admit(seq):
                 self.blocks.expect(seq)
                 break
             self._queues.run(seq)
-            step.add(seq, step.chunk(seq))
+            if in_order:
+                step.add(seq, step.chunk(seq))
         waiting.extendleft(reversed(passed))
+        self._share_out(step)
+
+    def _share_out(self, step: StepBuilder) -> None:
+        if self._deadlines is not None:
+            self._deadlines.share_out(step, self._queues.running, [p for p, _ in self._in_flight])
 
     def resume(self, seq: Sequence) -> bool:
         """Let a waiting sequence run outside of a plan, if there are blocks for all its tokens."""

@@ -78,9 +78,11 @@ class Sequence:
         prompt_keys: what the full blocks of its prompt are indexed under, as far as needed so far.
         siblings: the live sequences of its prompt, itself among them; empty if it is alone.
         held: a beam whose next token is to be chosen, and which no plan computes before that.
+        arrived: when, in seconds of the scheduler's clock; 0 if nobody goes by it.
     """
 
     __slots__ = (
+        "arrived",
         "blocks",
         "capacity",
         "coming",
@@ -139,6 +141,7 @@ class Sequence:
         self.prompt_keys: list[bytes] = []
         self.siblings: list[Sequence] = []
         self.held = False
+        self.arrived = 0.0
 
     @property
     def num_pending(self) -> int:

@@ -19,6 +19,7 @@ SMALL = {"num_blocks": 5, "max_model_len": 64}
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be at least 1, got 0"),
         ({"max_prefill_chunk": 0}, "max_prefill_chunk must be at least 1, got 0"),
+        ({"ttft_target_s": 0.0}, "ttft_target_s must be positive, got 0.0"),
     ],
 )
 def test_a_size_out_of_range_is_refused(options: dict[str, int], message: str):

@@ -9,8 +9,9 @@ was overwritten, mixed up or never written gives another token than `expected_to
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -241,12 +242,14 @@ class Driver:
         config: of the scheduler.
         pipelined: whether each plan is made before the tokens of the one before it are read.
         num_priorities: if more than 1, requests get one of so many priorities, by their ids.
+        clock: of the scheduler.
     """
 
     config: SchedulerConfig
     pipelined: bool = True
     check: bool = True
     num_priorities: int = 1
+    clock: Callable[[], float] = time.monotonic
     plans: list[StepPlan] = field(default_factory=list)
     outputs: dict[int, list[int]] = field(default_factory=dict)
     ends: dict[int, FinishReason] = field(default_factory=dict)
@@ -256,7 +259,7 @@ class Driver:
     searches: dict[str, BeamSearch] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.config)
+        self.scheduler = Scheduler(self.config, self.clock)
         self.model = HashModel(self.config)
         self._unread: deque[tuple[StepPlan, np.ndarray]] = deque()
 
@@ -312,7 +315,8 @@ class Driver:
         if plan is not None:
             planned = {s.seq_id for s in plan.seqs}
             first = min(wanting, key=lambda s: s.request.priority)
-            assert first.seq_id in planned or held_blocks, "the first makes no progress"
+            may_wait = held_blocks or self.config.ttft_target_s is not None
+            assert first.seq_id in planned or may_wait, "the first makes no progress"
             check_plan(plan, self.config)
             self.plans.append(plan)
             self._unread.append((plan, self.model.run(plan)))

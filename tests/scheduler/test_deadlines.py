@@ -1,0 +1,225 @@
+"""First tokens within a time: as many as possible, nobody for ever, and everybody their own."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler import SchedulerConfig
+from scheduler.deadlines import PATIENCE, Deadlines
+from scheduler.plan import StepPlan
+from scheduler.sequence import Sequence
+from tests.scheduler import test_scheduler_traces, test_tier_traces
+from tests.support.drive import VOCAB, Driver, request
+from tests.support.tier_drive import TierDriver
+
+TARGET_S = 1.0
+RATE = 128.0  # prompt tokens per second: sums of times are exact
+
+
+class Clock:
+    """A clock that stands still until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Ticks(Clock):
+    """A clock that goes on whenever it is read."""
+
+    def __call__(self) -> float:
+        self.now += 0.01
+        return self.now
+
+
+def prompts(*lengths: int, arrived: tuple[float, ...] = (), priority: int = 0) -> list[Sequence]:
+    seqs: list[Sequence] = []
+    for number, length in enumerate(lengths):
+        one = request(f"r{number}", length, priority=priority)
+        seq = Sequence(one, np.asarray(one.prompt_token_ids, np.int32), number, 10_000)
+        seq.arrived = arrived[number] if arrived else 0.0
+        seqs.append(seq)
+    return seqs
+
+
+def deadlines(now: float = 0.0) -> Deadlines:
+    clock = Clock()
+    clock.now = now
+    made = Deadlines(TARGET_S, clock)
+    made.tokens_per_s = RATE
+    return made
+
+
+def ids(seqs: list[Sequence]) -> list[int]:
+    return [seq.seq_id for seq in seqs]
+
+
+def num_in_time(seqs: list[Sequence], now: float) -> int:
+    """How many have their first token in time when they are computed one after the other."""
+    count = 0
+    for seq in seqs:
+        now += seq.num_tokens / RATE
+        count += now <= seq.arrived + TARGET_S
+    return count
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=6),
+    gaps=st.lists(st.integers(0, 60), min_size=6, max_size=6),
+    wait=st.integers(0, 120),
+)
+def test_no_other_order_has_more_first_tokens_in_time(
+    lengths: list[int], gaps: list[int], wait: int
+):
+    arrived = list(itertools.accumulate(gap / RATE for gap in gaps))[: len(lengths)]
+    seqs, now = prompts(*lengths, arrived=tuple(arrived)), arrived[-1] + wait / RATE
+    ordered = deadlines(now).order(seqs, [])
+    assert sorted(ids(ordered)) == ids(seqs)
+    best = max(num_in_time(list(other), now) for other in itertools.permutations(seqs))
+    assert num_in_time(ordered, now) == best
+
+
+def test_who_can_be_in_time_is_served_in_order_of_arrival():
+    assert ids(deadlines().order(prompts(30, 10, 20, 40), [])) == [0, 1, 2, 3]
+
+
+def test_the_longest_is_put_off_when_not_all_can_be_in_time():
+    assert ids(deadlines().order(prompts(60, 30, 30, 20), [])) == [1, 2, 3, 0]
+
+
+def test_what_the_device_still_has_to_do_counts():
+    assert ids(deadlines().order(prompts(40, 30), [])) == [0, 1]
+    assert ids(deadlines().order(prompts(40, 30), [plan_of(80, 0)])) == [1, 0]
+
+
+def test_priorities_come_before_deadlines():
+    urgent, others = prompts(90, 90), prompts(10, 10, priority=1)
+    for number, seq in enumerate(others, 2):
+        seq.seq_id = number
+    assert ids(deadlines().order([*urgent, *others], [])) == [0, 1, 2, 3]
+
+
+def test_who_has_waited_too_long_or_has_had_its_first_token_is_first():
+    seqs = prompts(50, 500, 50, 60, arrived=(9.9, 0.0, 9.9, 9.9))
+    seqs[3].outputs.append(7)  # it was preempted, and computes its prompt again
+    seqs[3].num_known += 1
+    assert ids(deadlines(9.9).order(seqs, []))[:2] == [1, 3]
+    assert ids(deadlines(PATIENCE * TARGET_S).order(seqs, []))[0] == 3
+
+
+def plan_of(chunk: int, decodes: int) -> StepPlan:
+    """The plan of a step with so many prompt tokens of one sequence, and so many decodes."""
+    config = SchedulerConfig(num_blocks=100, max_model_len=1024, max_num_batched_tokens=512)
+    driver = Driver(config, pipelined=False)
+    driver.add(*[request(f"d{number}", 1, 8) for number in range(decodes)])
+    if decodes:
+        driver.step()
+    driver.add(request("prompt", chunk, 2))
+    plan = driver.scheduler.schedule()
+    assert plan is not None and plan.num_tokens == chunk + decodes
+    return plan
+
+
+def test_the_rate_is_that_of_steps_that_follow_each_other():
+    clock = Clock()
+    made = Deadlines(TARGET_S, clock)
+    long, short = plan_of(100, 3), plan_of(2, 3)
+    seqs = prompts(60, 30, 30, 20)
+    assert ids(made.order(seqs, [])) == [0, 1, 2, 3]  # none is known yet
+    for plan, seconds, next_began in (
+        (long, 9.0, True),  # began nobody knows when
+        (long, 0.5, True),
+        (short, 7.0, False),  # says nothing of prompts
+        (long, 5.0, False),  # the device was idle
+    ):
+        clock.now += seconds
+        made.took(plan, next_began=next_began)
+    assert made.tokens_per_s == pytest.approx(200.0)
+    for _ in range(40):
+        clock.now += 1.0
+        made.took(long, next_began=True)
+    assert made.tokens_per_s == pytest.approx(100.0, rel=0.01)
+
+
+def burst_driver(target_s: float | None) -> tuple[Driver, Clock]:
+    """A device that computes 100 tokens in 0.2 s, and has shown so."""
+    clock = Clock()
+    config = SchedulerConfig(
+        num_blocks=400, max_model_len=2048, max_num_batched_tokens=100, ttft_target_s=target_s
+    )
+    driver = Driver(config, clock=clock)
+    driver.add(request("first", 600, 1))
+    turns(driver, clock, 8)
+    assert driver.end_order == ["first"]
+    return driver, clock
+
+
+def turns(driver: Driver, clock: Clock, count: int) -> None:
+    for _ in range(count):
+        clock.now += 0.2
+        driver.step()
+
+
+@pytest.mark.parametrize("target_s", [None, 1.0])
+def test_in_a_burst_short_prompts_need_not_wait_for_a_long_one(target_s: float | None):
+    driver, clock = burst_driver(target_s)
+    driver.add(request("long", 900, 1), *[request(f"short{n}", 90, 1) for n in range(3)])
+    turns(driver, clock, 16)
+    driver.verify()
+    shorts = ["short0", "short1", "short2"]
+    assert driver.end_order[1:] == ([*shorts, "long"] if target_s else ["long", *shorts])
+
+
+def test_a_long_prompt_is_served_though_short_ones_keep_coming():
+    driver, clock = burst_driver(1.0)
+    driver.add(request("long", 900, 1))
+    for number in range(60):
+        driver.add(request(f"short{number}", 99, 1))
+        turns(driver, clock, 1)
+    position = driver.end_order.index("long")
+    assert 20 < position < 40, "it is put off, but not for more than a few times the target"
+
+
+def random_driver(rng: np.random.Generator, target_s: float) -> Driver:
+    """With tiers below the pool or without."""
+    options: dict[str, Any] = {"pipelined": bool(rng.integers(2)), "clock": Ticks()}
+    options["num_priorities"] = int(rng.choice([1, 1, 3]))
+    if rng.random() < 0.5:
+        config = test_scheduler_traces.random_config(rng)
+        return Driver(dataclasses.replace(config, ttft_target_s=target_s), **options)
+    config = test_tier_traces.random_config(rng)
+    driver = TierDriver(
+        dataclasses.replace(config, ttft_target_s=target_s),
+        seed=int(rng.integers(1 << 32)),
+        disk_failures=0.05,
+        disk_delays=0.3,
+        **options,
+    )
+    driver.scheduler.swap_cost = test_tier_traces.SOME_COST
+    return driver
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), target_s=st.sampled_from([1e-3, 0.1, 1.0, 100.0]))
+def test_random_traces_with_a_target_give_everybody_their_own_tokens(seed: int, target_s: float):
+    rng = np.random.default_rng(seed)
+    driver = random_driver(rng, target_s)
+    longest = driver.scheduler.max_seq_len
+    shared = [rng.integers(VOCAB, size=int(rng.integers(1, longest))).tolist() for _ in range(3)]
+    for _ in range(300):
+        if isinstance(driver, TierDriver):
+            test_tier_traces.random_operation(driver, rng, shared)
+        else:
+            test_scheduler_traces.random_operation(driver, rng, shared)
+    driver.run()
+    driver.verify()
+    assert len(driver.ends) == len(driver.requests)
+    assert driver.scheduler.num_used_blocks == 0
