@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from pagedjax.config import EngineConfig
-from pagedjax.engine.disk_tier import DiskTier, Written, file_bytes
+from pagedjax.engine.disk_tier import DiskTier, Written
 from pagedjax.engine.fingerprint import weights_digest
 from pagedjax.engine.kv_pool import KVPool, KVSpec
 from pagedjax.engine.offload import BlockMover, LinkRates
@@ -136,15 +136,10 @@ def open_lower_tiers(
         runner: of the engine.
 
     Raises:
-        ValueError: the host or the disk can not hold a block, or is not there.
+        ValueError: the memory of the host can not be pinned, or the disk not be written.
     """
     tiers = scheduler.blocks.tiers
     if tiers is None:
-        if config.host_cache_bytes:
-            raise ValueError(
-                f"host_cache_bytes is to hold a block, at least {spec.block_bytes}; "
-                f"got {config.host_cache_bytes}"
-            )
         return None
     mover = BlockMover(runner.abstract_pool, tiers.num_host_blocks)
     if config.warm_up:
@@ -157,11 +152,6 @@ def open_lower_tiers(
 
     disk = None
     if config.disk_cache_path is not None:
-        if not scheduler.config.num_disk_blocks:
-            raise ValueError(
-                "disk_cache_bytes is to hold the file of a block, at least "
-                f"{file_bytes(spec.block_bytes, spec.block_size)}; got {config.disk_cache_bytes}"
-            )
         disk = DiskTier(
             Path(config.disk_cache_path),
             namespace(),

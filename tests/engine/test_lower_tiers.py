@@ -423,6 +423,7 @@ def test_memory_that_holds_no_block_is_refused(tmp_path):
     [
         (dict(host_cache_bytes=-1), "host_cache_bytes must be an integer"),
         (dict(preemption="never"), "preemption must be one of"),
+        (dict(preemption="swap"), "preemption is 'swap', .* host_cache_bytes is 0"),
         (dict(disk_cache_path="x"), "go together"),
         (dict(disk_cache_bytes=1000), "go together"),
         (dict(disk_cache_path="x", disk_cache_bytes=1000), "host_cache_bytes is 0"),

@@ -284,6 +284,7 @@ def test_info_prints_the_plan_of_the_engine_with_the_same_options(tiny_native, t
         ("generate", "--num-blocks", 10**12, "num_blocks: 1000000000000 blocks of"),
         ("info", "--num-blocks", 10**12, "num_blocks: 1000000000000 blocks of"),
         ("info", "--host-cache-bytes", 10**16, "host_cache_bytes is 10000000000000000, the host"),
+        ("info", "--host-cache-bytes", 100, "host_cache_bytes is to hold a block, at least"),
     ],
 )
 def test_sizes_beyond_the_memory_are_bad_input(tiny_native, command, option, value, complaint):
