@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from pagedjax.config import EngineConfig
-from pagedjax.engine.buckets import Bucket
 from pagedjax.engine.kv_pool import kv_spec
 from pagedjax.engine.kv_scales import scales_for
 from pagedjax.engine.programs import build, report
@@ -46,16 +45,16 @@ def planned_step_bytes(
     runners = [_shallow_runner(arch, config, n, dtype=dtype, device=device) for n in depths]
     buckets = runners[0].buckets
     steps = [buckets.mixed[-1], buckets.decode[-1]]
-    redraw = Draw(max(bucket.seqs for bucket in steps), full=True, penalties=True)
-    keys: list[Bucket | Draw] = [*steps, redraw]
     programs = {
-        (key, depth): runner.program(key)
-        for key in keys
+        (step, depth): runner.program(step)
+        for step in steps
         for depth, runner in zip(depths, runners, strict=True)
     }
-    built, times = build(programs, store=runners[0].store)
+    redraw = Draw(max(bucket.seqs for bucket in steps), full=True, penalties=True)
+    built, times = build({**programs, redraw: runners[0].program(redraw)}, store=runners[0].store)
     report("memory plan", times)
-    sizes = [[built[key, depth].memory_analysis() for depth in depths] for key in keys]
+    sizes = [[built[step, depth].memory_analysis() for depth in depths] for step in steps]
+    sizes.append([built[redraw].memory_analysis()] * len(depths))
     temporary = max(_at_depth(row, depths, arch.layers) for row in sizes)
     outputs = [row[-1].output_size_in_bytes - row[-1].alias_size_in_bytes for row in sizes]
     seen = math.prod(runners[-1].seen.abstract.shape) * np.dtype(np.int32).itemsize
