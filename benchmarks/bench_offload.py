@@ -3,9 +3,10 @@
     python -m benchmarks.bench_offload --shape llama3.1-8b --out benchmarks/results/offload.jsonl
     python -m benchmarks.bench_offload --shape tiny --dtype float32 --blocks 64
 
-Per direction one JSON line: the rate for blocks that lie anywhere in the pool, and that of one
-plain copy to or from pinned memory, measured in turns. `link_share` is their ratio. A third line
-tells how much of the copies hides behind matrix products that run meanwhile.
+Per direction one JSON line: the rate for blocks that lie anywhere in the pool (`--neighbours`: in
+one run), and that of one plain copy to or from pinned memory, measured in turns. `link_share` is
+their ratio. A third line tells how much of the copies hides behind matrix products that run
+meanwhile.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ class Bench:
 
     Args:
         spec: of the pool; half of its blocks are moved at a time.
+        neighbours: whether these lie side by side, or anywhere.
     """
 
-    def __init__(self, spec: KVSpec) -> None:
+    def __init__(self, spec: KVSpec, *, neighbours: bool = False) -> None:
         self.device = jax.devices()[0]
         self.pool: KVPool = spec.pool_of(
             [
@@ -49,7 +51,9 @@ class Bench:
         self.count = spec.num_blocks // 2
         self.mover = BlockMover(abstract, self.count)
         self.mover.warm_up()
-        blocks = 1 + np.random.default_rng(0).permutation(spec.num_blocks - 1)[: self.count]
+        order = np.arange(spec.num_blocks - 1)
+        blocks = 1 + (order if neighbours else np.random.default_rng(0).permutation(order))
+        blocks = blocks[: self.count]
         slots = np.arange(self.count)
         self.stores = np.stack([blocks, slots], axis=1).astype(np.int32)
         self.loads = self.stores[:, ::-1].copy()
@@ -149,6 +153,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--blocks", type=int, default=1024, help="how many to move")
+    parser.add_argument("--neighbours", action="store_true", help="blocks that lie side by side")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file")
     args = parser.parse_args()
@@ -156,8 +161,9 @@ def main() -> None:
     spec = kv_spec(
         SHAPES[args.shape], config, num_blocks=2 * args.blocks, dtype=jnp.dtype(args.dtype)
     )
-    bench = Bench(spec)
+    bench = Bench(spec, neighbours=args.neighbours)
     case = f"{args.shape} {spec.dtype_name} block {args.block_size}"
+    case += " neighbours" if args.neighbours else ""
     if not bench.returns_every_bit(spec):
         raise RuntimeError("blocks came back changed")
     facts = {"blocks": bench.count, "block_bytes": spec.block_bytes, "bytes": bench.size}

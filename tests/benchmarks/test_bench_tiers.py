@@ -3,9 +3,13 @@
 import json
 import sys
 
+import numpy as np
 import pytest
 
 from benchmarks import bench_offload, bench_preemption
+from benchmarks.shapes import SHAPES
+from pagedjax import EngineConfig
+from pagedjax.engine.kv_pool import kv_spec
 
 
 def lines_of(monkeypatch, capsys, module, *arguments):
@@ -21,6 +25,16 @@ def test_the_copy_benchmark_moves_the_bytes_that_it_reports(monkeypatch, capsys)
         assert line["bytes"] == 9 * line["block_bytes"] == 9 * 2 * 2 * 2 * 16 * 16 * 4
         assert line["link_share"] == pytest.approx(line["plain_ms"] / line["blocks_ms"], abs=0.01)
     assert overlap["both_ms"] > 0
+
+
+def test_the_copy_benchmark_moves_neighbours_or_any_blocks():
+    spec = kv_spec(SHAPES["tiny"], EngineConfig(), num_blocks=40, dtype=np.dtype(np.float32))
+    anywhere, neighbours = (
+        bench_offload.Bench(spec, neighbours=flag).stores[:, 0].tolist() for flag in (False, True)
+    )
+    assert neighbours == list(range(1, 21))
+    assert len(set(anywhere)) == 20 and 0 not in anywhere
+    assert sorted(anywhere) != anywhere
 
 
 def test_the_preemption_benchmark_preempts_under_every_policy(monkeypatch, capsys):
