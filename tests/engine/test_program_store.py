@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import SingleDeviceSharding
 
 from pagedjax import SamplingParams
 from pagedjax.engine.buckets import Bucket
@@ -35,7 +36,7 @@ def jax_cache(tmp_path_factory):
     compilation_cache.reset_cache()
 
 
-def program(scale=2.0, *, name="scaled", shape=(3,), store=None):
+def program(scale=2.0, *, name="scaled", shape=(3,), store=None, device=DEVICE):
     def scaled(x):
         return {"y": x * scale}
 
@@ -43,7 +44,9 @@ def program(scale=2.0, *, name="scaled", shape=(3,), store=None):
     return Program(
         name=name,
         function=jax.jit(function),
-        arguments=(jax.ShapeDtypeStruct(shape, jnp.float32),),
+        arguments=(
+            jax.ShapeDtypeStruct(shape, jnp.float32, sharding=SingleDeviceSharding(device)),
+        ),
         options=None,
     )
 
@@ -86,12 +89,16 @@ def test_an_engine_that_finds_its_programs_lowers_none_and_gives_the_same_tokens
     assert first == second
 
 
-def test_what_was_kept_is_found_without_a_compile_and_computes_the_same(tmp_path):
-    kept(tmp_path)
+@pytest.mark.parametrize("index", [0, 3])
+def test_what_was_kept_is_found_without_a_compile_and_computes_the_same(tmp_path, index):
+    device = jax.devices()[index]
+    wanted, x = program(device=device), jax.device_put(jnp.ones(3), device)
+    build({0: wanted}, store=ProgramStore(tmp_path, device))
     with compiles() as compiled:
-        code = ProgramStore(tmp_path, DEVICE).load(program())
+        y = ProgramStore(tmp_path, device).load(wanted)(x)["y"]
     assert compiled == []
-    assert np.asarray(code(jnp.ones(3))["y"]).tolist() == [2.0, 2.0, 2.0]
+    assert np.asarray(y).tolist() == [2.0, 2.0, 2.0]
+    assert y.devices() == {device}
 
 
 @pytest.mark.parametrize("change", [dict(name="other"), dict(shape=(4,))])
