@@ -32,7 +32,7 @@ def calibrate(
 
     Example: `pagedjax calibrate ./llama-1b --file texts.txt`
     """
-    chosen = read_prompts(texts or [], file)
+    chosen = read_prompts(texts or [], file, kind="text")
     from pagedjax.engine.kv_scales import calibrate as measure
     from pagedjax.frontend import of_one_dtype, weights_dtype
     from pagedjax.loading import load_model, write_kv_calibration

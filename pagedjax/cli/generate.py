@@ -106,8 +106,8 @@ def run(
     return report_failures(show(deltas, OrderedAnswers(headings), len(texts)))
 
 
-def read_prompts(arguments: list[str], file: str | None) -> list[str]:
-    """The prompts of the command line and of a file.
+def read_prompts(arguments: list[str], file: str | None, *, kind: str = "prompt") -> list[str]:
+    """The prompts, or texts of another `kind`, of the command line and of a file.
 
     Raises:
         ValueError: there are none, the file is not text, or standard input is asked for twice.
@@ -122,7 +122,7 @@ def read_prompts(arguments: list[str], file: str | None) -> list[str]:
             raise ValueError(f"{file} is not UTF-8 text: {error}") from error
         prompts += [line for line in lines.splitlines() if line.strip()]
     if not prompts:
-        raise ValueError("no prompt: give one as an argument, by --file, or - for standard input")
+        raise ValueError(f"no {kind}: give one as an argument, by --file, or - for standard input")
     return prompts
 
 

@@ -347,7 +347,8 @@ def test_a_calibration_stays_in_the_checkpoint_and_is_used(tiny_native, tiny_hf,
     copy = tmp_path / "copy"
     shutil.copytree(tiny_native, copy)
     texts = ["one two three", "3 + 4 = 7"]
-    assert pagedjax("calibrate", str(copy)).exit_code == 2  # no text
+    nothing = pagedjax("calibrate", str(copy))
+    assert (nothing.exit_code, "error: no text: give one" in nothing.stderr) == (2, True)
     done = pagedjax("calibrate", str(copy), *texts)
     assert done.exit_code == 0, done.stderr
     loaded = load_model(copy, dtype="float32")
