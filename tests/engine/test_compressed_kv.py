@@ -36,6 +36,7 @@ SCORED = SamplingParams(
     temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=0, prompt_logprobs=0
 )
 LARGEST = {"fp8": 448.0, "int8": 127.0}
+PADDED_LEN = 96
 ALL = ["fp8", "int8", "fp8-values", "int8-values"]
 
 
@@ -76,12 +77,15 @@ jax.tree_util.register_pytree_node(
 
 
 def rounded_logprobs(model, tokens, kv_cache_dtype, scales):
-    """Log-probability of each token after the first, float32."""
+    """Log-probability of each token after the first, float32.
+
+    Padded to one length, so that operations are compiled once: no token sees what follows it.
+    """
     decoder = decoder_from_params(model.arch, model.params)
     memories = [RoundedSequence(one, kv_cache_dtype) for one in scales]
-    ids = jnp.asarray(tokens, jnp.int32)
+    ids = jnp.asarray([*tokens, *[0] * (PADDED_LEN - len(tokens))], jnp.int32)
     with jax.disable_jit():
-        hidden, _ = decoder.hidden(ids, jnp.arange(len(tokens), dtype=jnp.int32), memories)
+        hidden, _ = decoder.hidden(ids, jnp.arange(PADDED_LEN, dtype=jnp.int32), memories)
         logprobs = jax.nn.log_softmax(decoder.logits(hidden), axis=-1)
     return np.asarray(logprobs)[np.arange(len(tokens) - 1), tokens[1:]]
 

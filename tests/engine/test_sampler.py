@@ -1,5 +1,7 @@
 """The sampler against dense numpy: filters, ties, seeds, log-probabilities."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,10 +30,12 @@ def arrays(rows, **changes):
     return SamplingArrays(**fields, banned_ids=jnp.asarray(banned))
 
 
+compiled_sample = jax.jit(functools.partial(sample, full=True), static_argnames="num_top")
+compiled_kept = jax.jit(_kept)
+
+
 def draw(logits, how, num_top=5):
-    return jax.jit(lambda x, h: sample(x, h, full=True, num_top=num_top))(
-        jnp.asarray(logits, jnp.float32), how
-    )
+    return compiled_sample(jnp.asarray(logits, jnp.float32), how, num_top=num_top)
 
 
 def dense_kept(row, top_k, top_p, min_p):
@@ -52,9 +56,9 @@ def test_filters_keep_what_sorting_would_keep(top_k, top_p, min_p):
     logits[1, 10:14] = logits[1].max()  # ties at the top
     logits[2, :64] = 0.5  # ties across any boundary
     ints, floats = jnp.full(4, top_k, jnp.int32), jnp.full(4, top_p, jnp.float32)
-    kept = np.asarray(_kept(jnp.asarray(logits), ints, floats, jnp.full(4, min_p, jnp.float32)))
+    kept = compiled_kept(jnp.asarray(logits), ints, floats, jnp.full(4, min_p, jnp.float32))
     for row in range(4):
-        got = set(np.flatnonzero(kept[row]).tolist())
+        got = set(np.flatnonzero(np.asarray(kept)[row]).tolist())
         wanted = dense_kept(logits[row].astype(np.float64), top_k, top_p, min_p)
         # Float32 rounding may move the nucleus' edge by one token, never more.
         assert len(got ^ wanted) <= (1 if 1e-9 < top_p < 1 else 0), (row, got ^ wanted)
