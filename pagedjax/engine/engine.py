@@ -21,6 +21,7 @@ from pagedjax.engine.kv_pool import blocks_that_fit, keeps_keys, kv_spec, value_
 from pagedjax.engine.kv_scales import KVScales, calibrate, default_sequences, scales_for
 from pagedjax.engine.logprobs import HostSamples
 from pagedjax.engine.lower_tiers import LowerTiers, open_lower_tiers
+from pagedjax.engine.pace import Pace
 from pagedjax.engine.penalties import SeenOwners
 from pagedjax.engine.persistence import recalibrate, resize_pool
 from pagedjax.engine.request_checks import checked_request
@@ -93,6 +94,7 @@ class Engine:
         self._live: dict[str, LiveRequest] = {}
         self._by_key: dict[str, tuple[LiveRequest, Completion]] = {}
         self._in_flight: deque[InFlight] = deque()
+        self._pace = Pace() if config.ttft_target_s else None
         self._news: dict[str, LiveRequest] = {}  # an ordered set: requests with a delta to take
         self._seeds = random.Random(config.seed)
         self._serial = self._steps = self._prompt_tokens = self._generated_tokens = 0
@@ -235,9 +237,7 @@ class Engine:
             # Samples differ in nothing that is checked, so only the first can be refused.
             self._records.remove(record)
             raise
-        text = None
-        if self.tokenizer is not None:
-            text = TextStream.for_params(self.tokenizer, params)
+        text = None if self.tokenizer is None else TextStream.for_params(self.tokenizer, params)
         completion = Completion(key=key, index=index, record=record, text=text)
         live.completions.append(completion)
         self._by_key[key] = live, completion
@@ -259,13 +259,16 @@ class Engine:
         """Sleep until `step` has nothing to wait for: what is added until then is in its plan."""
         if len(self._in_flight) == MAX_PLANS_IN_FLIGHT:
             self._in_flight[0].wait()
+        elif self._in_flight and self._pace is not None:
+            self._pace.sleep()
 
     def step(self) -> list[RequestOutput]:
         """Launch a step, and take in the oldest of the steps that are on the device.
 
         Two steps are in flight, so that the device has the next one when it is done with the
         first. The tokens of the first are read, the step after the next is planned and launched,
-        and only then are the requests told: what the device waits for comes first.
+        and only then are the requests told: what the device waits for comes first. With a target
+        for first tokens it is left to the next call, if the device has enough to do (`Pace`).
 
         Returns:
             Deltas of the requests with news.
@@ -277,7 +280,7 @@ class Engine:
             raise RuntimeError("an earlier step was broken off and its tokens are lost")
         self._in_step = True
         done = self._read_oldest() if len(self._in_flight) == MAX_PLANS_IN_FLIGHT else None
-        plan = self._plan()
+        plan = None if done and self._pace and self._pace.has_time() else self._plan()
         if plan is not None:
             self._in_flight.append(self._launch(plan))
         elif done is None and self._in_flight:
@@ -371,7 +374,7 @@ class Engine:
             bucket, packed, draws.sampling, full=draws.full, penalties=draws.penalties
         )
         self._steps += 1
-        return InFlight(plan, samples, draws.targets)
+        return InFlight(plan, bucket, samples, draws.targets, now, time.monotonic())
 
     def _read_oldest(self) -> Done:
         """Wait for the oldest step, and let the scheduler know its tokens."""
@@ -379,6 +382,8 @@ class Engine:
         samples = HostSamples.read(step.samples)
         now = time.monotonic()
         updates = self._scheduler.update(step.plan, samples.token_ids[: step.plan.num_samples])
+        if self._pace is not None and self._in_flight:
+            self._pace.read(step, self._in_flight[0], now)
         return Done(step, samples, updates, now)
 
     def _tell(self, done: Done) -> None:

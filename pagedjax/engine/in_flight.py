@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pagedjax.engine.buckets import Bucket
 from pagedjax.engine.logprobs import HostSamples
 from pagedjax.engine.requests import PromptTarget
 from pagedjax.engine.sampler import SampleOutputs
@@ -12,11 +13,23 @@ from scheduler import SeqUpdate, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A step that was launched and whose tokens have not been read."""
+    """A step that was launched and whose tokens have not been read.
+
+    Attributes:
+        plan: what it computes.
+        bucket: its sizes.
+        samples: its tokens, once it is done.
+        targets: prompt tokens whose log-probabilities are wanted.
+        planned: when the plan was there, by the monotonic clock.
+        launched: when the launch was over.
+    """
 
     plan: StepPlan
+    bucket: Bucket
     samples: SampleOutputs
     targets: list[PromptTarget]
+    planned: float
+    launched: float
 
     def wait(self) -> None:
         """Sleep until the device has computed its tokens."""

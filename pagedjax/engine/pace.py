@@ -1,0 +1,51 @@
+"""When the next step has to be planned, so that who comes meanwhile may be in it."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+
+from pagedjax.engine.buckets import Bucket
+from pagedjax.engine.in_flight import InFlight
+
+_REMEMBERED = 8  # durations of each size of step; the shortest of them is what is counted on
+_MARGIN_S = 2e-3  # besides twice the time that it takes to launch
+_LEAST_S = 5e-3  # less is not worth another turn
+
+
+class Pace:
+    """Predicts when the device will want another step, from how long such steps have taken.
+
+    A step that is planned as soon as there is room for it waits behind a whole other one, and a
+    request that comes after its plan waits for both. Planned shortly before the device is done
+    with the other one, it keeps the device as busy.
+    """
+
+    def __init__(self) -> None:
+        self._took: defaultdict[Bucket, deque[float]] = defaultdict(
+            lambda: deque(maxlen=_REMEMBERED)
+        )
+        self._read = self._due = 0.0
+
+    def read(self, done: InFlight, running: InFlight, now: float) -> None:
+        """Take in that a step is done and the next one has begun.
+
+        Args:
+            done: whose tokens have been read.
+            running: what the device does now.
+            now: by the monotonic clock.
+        """
+        # The device was idle between the end of one step and the late launch of the next.
+        self._took[done.bucket].append(now - max(self._read, done.launched))
+        self._read = self._due = now
+        if self._took[running.bucket]:
+            launch_s = running.launched - running.planned
+            self._due += min(self._took[running.bucket]) - 2 * launch_s - _MARGIN_S
+
+    def has_time(self) -> bool:
+        """Whether the next step is better planned later."""
+        return self._due - time.monotonic() > _LEAST_S
+
+    def sleep(self) -> None:
+        """Until the next step has to be planned."""
+        time.sleep(max(0.0, self._due - time.monotonic()))
