@@ -268,6 +268,7 @@ def main() -> None:
                     compiles_after_warmup=after.compiles_after_warmup,
                     max_num_seqs=engine.config.max_num_seqs,
                     max_num_batched_tokens=engine.config.max_num_batched_tokens,
+                    ttft_target_s=engine.config.ttft_target_s,
                     prefix_caching=args.prefix_caching, **started, weights="random",
                 )  # fmt: skip
 

@@ -21,6 +21,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-num-seqs", type=int)
     parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument("--max-prefill-chunk", type=int)
+    parser.add_argument("--ttft-target-s", type=float, help="as of EngineConfig")
     parser.add_argument("--max-model-len", type=int, help="default: the longest request's")
     parser.add_argument("--num-blocks", type=int)
     parser.add_argument("--block-size", type=int, default=16)
@@ -39,7 +40,8 @@ def engine_config(args: argparse.Namespace, longest_request: int) -> EngineConfi
         memory_fraction=args.memory_fraction, max_num_seqs=args.max_num_seqs,
         max_model_len=args.max_model_len or longest_request,
         max_num_batched_tokens=args.max_num_batched_tokens,
-        max_prefill_chunk=args.max_prefill_chunk, bucket_growth=args.bucket_growth,
+        max_prefill_chunk=args.max_prefill_chunk, ttft_target_s=args.ttft_target_s,
+        bucket_growth=args.bucket_growth,
         prefix_caching=args.prefix_caching, implementation=args.implementation,
     )  # fmt: skip
 
