@@ -358,10 +358,15 @@ def test_a_live_id_is_refused_and_a_finished_one_is_free_again():
     assert drain(engine)["a"].prompt_token_ids == (3,)
 
 
+@pytest.fixture(scope="module")
+def chunking_engine():
+    return tiny_engine(max_prefill_chunk=32, prefix_caching=False)
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 7])
-def test_an_abort_at_any_time_ends_one_request_alone(steps):
+def test_an_abort_at_any_time_ends_one_request_alone(chunking_engine, steps):
     """BM19: during chunked prefill and decode; the mate's tokens and the blocks come out right."""
-    engine = tiny_engine(max_prefill_chunk=32, prefix_caching=False)
+    engine = chunking_engine
     long, mate = random_prompts([100, 20], seed=15)
     engine.add_request("long", None, long, GREEDY)
     engine.add_request("mate", None, mate, GREEDY)

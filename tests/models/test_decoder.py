@@ -63,7 +63,8 @@ def test_logits_of_a_token_depend_on_nothing_after_it():
     (tokens,) = np.array(random_prompts([20]), np.int32)
     changed = tokens.copy()
     changed[12:] = 3
-    before, after = (np.asarray(decoder(jnp.asarray(t)[None])[0]) for t in (tokens, changed))
+    logits = jax.jit(lambda t: decoder(t[None])[0])
+    before, after = (np.asarray(logits(jnp.asarray(t))) for t in (tokens, changed))
     assert np.abs(before[:12] - after[:12]).max() < 1e-4
     assert np.abs(before[12:] - after[12:]).max() > 1e-2
 
@@ -75,7 +76,8 @@ def test_a_window_hides_what_lies_before_it():
     (tokens,) = np.array(random_prompts([20]), np.int32)
     outside, inside = tokens.copy(), tokens.copy()
     outside[15], inside[16] = (tokens[15] + 1) % 128, (tokens[16] + 1) % 128
-    last = [np.asarray(decoder(jnp.asarray(t)[None])[0, -1]) for t in (tokens, outside, inside)]
+    logits = jax.jit(lambda t: decoder(t[None])[0, -1])
+    last = [np.asarray(logits(jnp.asarray(t))) for t in (tokens, outside, inside)]
     assert np.abs(last[0] - last[1]).max() == 0
     assert np.abs(last[0] - last[2]).max() > 1e-3
 
@@ -85,11 +87,12 @@ def test_gradients_reach_every_parameter():
     params = params_of(Decoder(arch, rngs=nnx.Rngs(params=0)))
     tokens = jnp.asarray(np.array(random_prompts([12, 12])), jnp.int32)
 
+    @jax.jit
     def loss(params):
         logprobs = jax.nn.log_softmax(decoder_from_params(arch, params)(tokens))
         return -jnp.take_along_axis(logprobs[:, :-1], tokens[:, 1:, None], axis=-1).mean()
 
-    grads = jax.grad(loss)(params)
+    grads = jax.jit(jax.grad(loss))(params)
     assert {name for name, g in grads.items() if not (jnp.abs(g).max() > 0)} == set()
     step = {name: params[name] - 0.5 * grads[name] for name in params}
     assert loss(step) < loss(params)
