@@ -103,7 +103,8 @@ class Deadlines:
         if not self.tokens_per_s:
             return list(seqs)
         now = self.clock()
-        done = now + sum(plan.num_tokens for plan in ahead) / self.tokens_per_s
+        began = now if self._began is None else self._began
+        done = max(now, began + sum(plan.num_tokens for plan in ahead) / self.tokens_per_s)
         ordered: list[Sequence] = []
         for _, group in groupby(seqs, key=lambda seq: seq.request.priority):
             equals = list(group)

@@ -100,6 +100,16 @@ def test_what_the_device_still_has_to_do_counts():
     assert ids(deadlines().order(prompts(40, 30), [plan_of(80, 0)])) == [1, 0]
 
 
+def test_what_the_device_has_done_of_a_step_does_not_count():
+    clock, plan = Clock(), plan_of(80, 0)
+    made = Deadlines(TARGET_S, clock)
+    made.took(plan, next_began=True)
+    made.tokens_per_s = RATE
+    assert ids(made.order(prompts(40, 30), [plan])) == [1, 0]
+    clock.now = 0.5
+    assert ids(made.order(prompts(40, 30, arrived=(0.5, 0.5)), [plan])) == [0, 1]
+
+
 def test_priorities_come_before_deadlines():
     urgent, others = prompts(90, 90), prompts(10, 10, priority=1)
     for number, seq in enumerate(others, 2):
