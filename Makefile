@@ -20,10 +20,12 @@ RUN_STAMP := $(VENV)/.installed$(subst $(empty) ,,$(patsubst %,-%,$(EXTRAS)))
 TEST_STAMP := $(RUN_STAMP)-test
 KERNEL_STAMP := $(RUN_STAMP)-test-kernels
 
-# The engine's tests of what runs on the device.
-COMPILED_STEP := $(patsubst %,tests/engine/test_%.py,engine step sampler samples block_tables compressed_kv)
+# What depends on the JAX version: the kernels, and the step around them. What is plain XLA among
+# the kernels' tests, and takes long, `make test` is enough for.
+COMPILED_STEP := $(patsubst %,tests/engine/test_%.py,engine step sampler block_tables)
+NOT_KERNELS := --ignore tests/kernels/test_attention.py
 
-.PHONY: demo test test-kernels lint clean
+.PHONY: demo test test-kernels environment kernel-environment lint clean
 
 demo: $(RUN_STAMP)
 	@$(BIN)/pagedjax demo
@@ -32,7 +34,11 @@ test: $(TEST_STAMP)
 	$(PYTEST) $(ARGS)
 
 test-kernels: $(KERNEL_STAMP)
-	$(PYTEST) tests/kernels tests/models $(COMPILED_STEP) -m "not slow" $(ARGS)
+	$(PYTEST) tests/kernels tests/models $(COMPILED_STEP) $(NOT_KERNELS) -m "not slow" $(ARGS)
+
+environment: $(TEST_STAMP)
+
+kernel-environment: $(KERNEL_STAMP)
 
 lint: $(TEST_STAMP)
 	$(BIN)/ruff check .
