@@ -217,6 +217,9 @@ class LLM:
 
         Between two deltas of `stream`, or after `generate`, when only the cache is left.
 
+        What lies in host memory below the pool is left out; files of a disk cache stay where they
+        are, for the same weights to find them.
+
         Args:
             path: to be created; an earlier snapshot there is replaced.
 

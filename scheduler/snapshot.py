@@ -99,10 +99,11 @@ def export_state(scheduler: Scheduler, untold: Mapping[str, int] | None = None) 
 
 
 def restore_state(scheduler: Scheduler, state: SchedulerState) -> dict[int, int]:
-    """Put sequences and cache into a scheduler in which nothing has been planned.
+    """Put sequences and cache into a scheduler in which nothing runs.
 
     What does not fit into its pool is left out: of the cache the least recently used blocks, of
-    the sequences the least urgent, which then compute their tokens again.
+    the sequences the least urgent, which then compute their tokens again. What the pool had cached
+    is forgotten; what lies below it can still be found, since the weights are the same.
 
     Args:
         scheduler: the requests of all sequences of `state` have been added to it.
@@ -112,6 +113,7 @@ def restore_state(scheduler: Scheduler, state: SchedulerState) -> dict[int, int]
         For content that is to be copied, block in the snapshot by block in the pool.
     """
     size, sequences = scheduler.config.block_size, state.sequences
+    scheduler.blocks.pool.forget()
     waiting = {seq.request.request_id: seq for seq in scheduler.sequences()}
     cached = {one.block for one in state.cached}
     reserved = 0  # blocks that sequences will take besides those in the cache

@@ -65,7 +65,7 @@ def take_image(engine: Engine) -> MemoryImage:
 
 
 def put_image(engine: Engine, image: MemoryImage) -> None:
-    """Put an image into an engine whose scheduler knows its requests and has planned nothing."""
+    """Put an image into an engine whose scheduler knows its requests, and runs none of them."""
     sources = restore_state(engine._scheduler, image.state)
     at = {block: index for index, block in enumerate(image.state.blocks())}
     rows = np.array([at[source] for source in sources.values()], np.int32)

@@ -42,6 +42,9 @@ MANIFEST, STATE = "manifest.json", "state.json"
 def save_snapshot(engine: Engine, path: str | Path) -> None:
     """Write an engine's prefix cache and running requests to a directory; they go on here too.
 
+    The cache is what the pool holds; files of a disk cache stay where they are, and what lies in
+    host memory below the pool is left out.
+
     Args:
         engine: between two steps.
         path: to be created; an earlier snapshot there is replaced.
@@ -71,7 +74,8 @@ def restore_snapshot(engine: Engine, path: str | Path) -> list[RequestOutput]:
     """Go on with the requests of a snapshot; `Engine.step` brings what comes after it.
 
     Args:
-        engine: without requests; its pool may have another size. What it has cached is dropped.
+        engine: without requests; its pool may have another size. What its pool has cached is
+            dropped; host memory and disk below it keep what they have.
         path: a snapshot of the same model with the same weights and kind of KV cache. Beam
             searches in it begin anew.
 
@@ -103,7 +107,6 @@ def restore_snapshot(engine: Engine, path: str | Path) -> list[RequestOutput]:
     ]
     _check_lengths(engine, document["requests"], state)
     engine._in_flight.clear()
-    engine._scheduler.reset_prefix_cache()
     restore_requests(engine, document["requests"])
     version, internal, gauss = document["seeds"]
     engine._seeds.setstate((version, tuple(internal), gauss))

@@ -14,7 +14,14 @@ from pagedjax.outputs import RequestOutput
 from pagedjax.sampling_params import BeamSearchParams, SamplingParams
 from scheduler import invariants
 from tests.support.echo_engine import ByteTokenizer
-from tests.support.tiny_engines import drain, random_prompts, tiny_engine, tiny_model
+from tests.support.tiny_engines import (
+    drain,
+    random_prompts,
+    serve,
+    tiny_engine,
+    tiny_model,
+    tokens_of,
+)
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, n=2)
@@ -142,6 +149,32 @@ def test_computed_tokens_are_kept_and_the_cache_survives(tmp_path):
     drain(other)
     other.add_request("c", None, prompt, GREEDY)
     assert drain(other)["c"].num_cached_tokens == 64
+
+
+def test_what_lies_below_the_pool_is_found_after_a_restore(tmp_path):
+    """On the disk of the engine that has ended, and in host memory of one that goes back."""
+    options = dict(num_blocks=14, preemption="recompute", disk_cache_bytes=1 << 20)
+    options |= dict(host_cache_bytes=6 * 4096, disk_cache_path=tmp_path / "disk")
+    engine = tiny_engine(**options)
+    assert engine.kv_spec.block_bytes == 4096
+    prompts = random_prompts([100, 110, 120, 90], seed=5)
+    params = replace(GREEDY, max_tokens=8)
+    wanted = [tokens_of(serve(tiny_engine(), [prompt], params)) for prompt in prompts]
+    for prompt in prompts * 2:
+        serve(engine, [prompt], params)
+    engine.snapshot(tmp_path / "s")
+    engine._lower.close()
+    other = tiny_engine(**options)
+    for _ in range(2):  # the second time, other has content of its own in every tier
+        before = other._scheduler.blocks.tiers.num_host_used
+        other.restore(tmp_path / "s")
+        assert other._scheduler.blocks.tiers.num_host_used == before
+        for prompt, tokens in reversed(list(zip(prompts, wanted, strict=True))):
+            assert tokens_of(serve(other, [prompt], params)) == tokens
+            invariants.check(other._scheduler)
+        hits = other.stats().hit_rates
+        assert hits["disk"] > 0 < hits["pool"]
+    other._lower.close()
 
 
 def test_seeds_of_later_requests_go_on(tmp_path):
