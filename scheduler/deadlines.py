@@ -17,7 +17,7 @@ from scheduler.plan import StepPlan
 from scheduler.sequence import Sequence
 from scheduler.step_builder import StepBuilder
 
-PATIENCE = 5  # after so many times the target, whoever was put off goes first
+PATIENCE = 3  # after so many times the target, whoever was put off goes first
 Clock = Callable[[], float]
 _WEIGHT = 0.2  # of the newest rate in their running mean
 

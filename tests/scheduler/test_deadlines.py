@@ -194,8 +194,10 @@ def test_a_long_prompt_is_served_though_short_ones_keep_coming():
     for number in range(60):
         driver.add(request(f"short{number}", 99, 1))
         turns(driver, clock, 1)
-    position = driver.end_order.index("long")
-    assert 20 < position < 40, "it is put off, but not for more than a few times the target"
+    patient = round(
+        PATIENCE * 1.0 / 0.2
+    )  # turns that it may be put off; then it needs 9 of its own
+    assert patient - 2 < driver.end_order.index("long") < patient + 15
 
 
 def random_driver(rng: np.random.Generator, target_s: float) -> Driver:
