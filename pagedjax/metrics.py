@@ -152,6 +152,15 @@ COUNTERS = (
         "tier",
     ),
     Entry(
+        "kv_lower_tier_evictions",
+        "KV blocks that left host memory or the disk for want of room.",
+        lambda r: {
+            "host": r.stats.lower.counts.host_evictions,
+            "disk": r.stats.lower.counts.disk_evictions,
+        },
+        "tier",
+    ),
+    Entry(
         "kv_lower_tier_losses",
         "KV blocks that a tier had no room for, could not write or could not read.",
         lambda r: {

@@ -148,21 +148,22 @@ def screen(now: Samples, before: Samples, seconds: float) -> RenderableType:
             ("free in pieces", f"{value('kv_external_fragmentation_ratio'):.1%}"),
         ),
         (
-            ("prefix hits", by_label(now, "prefix_hit_ratio", percent)),
             ("evicted", f"{value('prefix_evictions_total'):,.0f}"),
-        ),
-        (
-            ("preempted", by_label(now, "preemptions_total")),
-            ("kept below", by_label(now, "kv_lower_tier_blocks")),
-        ),
-        (
             ("blocks copied", f"{value('kv_block_copies_total'):,.0f}"),
-            ("bytes moved", by_label(now, "kv_moved_bytes_total")),
         ),
     ):
         table.add_row(*(Text(text) for text in (*left, *right)))
+    labelled = Table.grid(padding=(0, 3))
+    for name, text in (
+        ("prefix hits", by_label(now, "prefix_hit_ratio", percent)),
+        ("preempted", by_label(now, "preemptions_total")),
+        ("kept below", by_label(now, "kv_lower_tier_blocks")),
+        ("bytes moved", by_label(now, "kv_moved_bytes_total")),
+    ):
+        labelled.add_row(Text(f"{name:15}"), Text(text))
     blocks = f"{used:,.0f} used  {cached:,.0f} cached  {blank:,.0f} blank"
-    return Group(table, Panel(block_map(now), title="KV blocks", expand=False), Text(blocks))
+    panel = Panel(block_map(now), title="KV blocks", expand=False)
+    return Group(table, labelled, panel, Text(blocks))
 
 
 def short(value: float) -> str:
@@ -190,7 +191,8 @@ def percent(value: float) -> str:
 def by_label(now: Samples, name: str, shown: Callable[[float], str] = short) -> str:
     """The values of a metric that are not 0, with their labels."""
     values = {label: value for (metric, label), value in now.items() if metric == name and value}
-    return ", ".join(f"{shown(value)} {label}" for label, value in values.items()) or shown(0.0)
+    texts = [f"{shown(value)} {label.replace('_', ' ')}" for label, value in values.items()]
+    return ", ".join(texts) or shown(0.0)
 
 
 def block_map(now: Samples) -> Text:

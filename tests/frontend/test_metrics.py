@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from pagedjax.async_llm import AsyncLLM
 from pagedjax.cli import app
 from pagedjax.cli.top import SHADES, block_map, metrics_url, read_samples, short
+from pagedjax.engine.disk_tier import file_bytes
 from pagedjax.llm import LLM
 from pagedjax.metrics import COUNTERS, GAUGES, NAMESPACE, REGIONS, EngineMetrics, MetricsServer
 from pagedjax.sampling_params import SamplingParams
@@ -69,6 +70,39 @@ def test_metrics_are_the_engines_own_figures(served):
     assert after["kv_external_fragmentation_ratio",] == blocks.external_fragmentation
     assert after["kv_pool_bytes",] == 12 * engine.kv_spec.block_bytes
     assert 0 < after["kv_peak_utilisation_ratio",] <= 1
+
+
+def test_what_lies_below_the_pool_is_in_the_metrics(tmp_path):
+    engine = tiny_engine(
+        num_blocks=14,
+        host_cache_bytes=6 * 4096,
+        disk_cache_path=tmp_path,
+        disk_cache_bytes=16 * file_bytes(4096, 16),
+        preemption="recompute",
+    )
+    llm = LLM.from_engine(engine, metrics_port=0)
+    prompts = random_prompts([100, 110, 100, 90])
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    for prompt in [*prompts, *prompts, *reversed(prompts)]:
+        llm.generate([prompt], params, progress=False)
+    found, stats = scrape(llm.metrics.port), engine.stats()
+    shown = " ".join(top(llm.metrics.port, "--count", "1").stdout.split())  # it may be wrapped
+    llm.close()
+    engine._lower.close()
+    lower, counts = stats.lower, stats.lower.counts
+    blocks = {tier: found["kv_lower_tier_blocks", tier] for tier in ("host", "disk")}
+    assert blocks == {"host": lower.host_blocks_used, "disk": lower.disk_blocks_used}
+    assert blocks["host"] == 6 and blocks["disk"] == 16
+    assert found["kv_lower_tier_evictions_total", "host"] == counts.host_evictions > 0
+    assert found["kv_lower_tier_evictions_total", "disk"] == counts.disk_evictions > 0
+    for path, moved in stats.moved_bytes.items():
+        assert found["kv_moved_bytes_total", path] == moved
+        assert not moved or f"{short(moved)} {path.replace('_', ' ')}" in shown
+    for tier, rate in stats.hit_rates.items():
+        assert found["prefix_hit_ratio", tier] == rate
+        assert not rate or f"{rate:.1%} {tier}" in shown
+    assert stats.hit_rates["host"] > 0
+    assert "6 host, 16 disk" in shown
 
 
 def test_every_metric_has_help_and_a_name_by_the_rules(served):
