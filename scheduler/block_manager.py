@@ -326,8 +326,7 @@ class BlockManager:
         Returns:
             int32[num_copies, 2], source and destination; they are not returned again.
         """
-        pairs = [(source, new) for new, source in self._copies.items()]
-        copies = np.array(pairs, np.int32).reshape(-1, 2)
+        copies = np.array([*self._copies.items()], np.int32).reshape(-1, 2)[:, ::-1].copy()
         self._copies.clear()
         self.pool.release(self._copied_from)
         self._copied_from.clear()
@@ -435,7 +434,8 @@ class BlockManager:
         seq.blocks[at] = self._tables[seq.row, at] = new
 
     def _clear(self, seq: Sequence) -> None:
-        """Give up all blocks of a sequence, the last one to be evicted first."""
+        """Give up all blocks of a sequence, the last one to be evicted first, and their copies."""
+        self._copies = {new: old for new, old in self._copies.items() if new not in seq.blocks}
         self.pool.release(reversed(seq.blocks[seq.num_passed :]))
         self._tables[seq.row, : len(seq.blocks)] = 0
         seq.blocks = []
