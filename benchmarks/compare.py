@@ -18,6 +18,7 @@ from pathlib import Path
 
 from benchmarks.lines import Lines, device, read_lines
 from benchmarks.memory_tables import (
+    free_list_table,
     golden_table,
     kv_accuracy_table,
     offload_table,
@@ -46,7 +47,7 @@ BEGIN, END = "<!-- benchmarks.compare: begin -->\n", "<!-- benchmarks.compare: e
 TABLES: tuple[Callable[[Lines], str], ...] = (
     offline_table, memory_table, step_table, serving_table, profile_table, golden_table,
     shared_prompt_table, preemption_table, offload_table, generate_table, kv_accuracy_table,
-    sharing_table, waste_table, prefix_table,
+    sharing_table, waste_table, free_list_table, prefix_table,
 )  # fmt: skip
 
 

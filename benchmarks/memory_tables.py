@@ -45,6 +45,34 @@ def prefix_table(lines: Lines) -> str:
     return table(note, ["trace, memory in tokens", "found", "LRU", "Belady", "infinite"], rows)
 
 
+def free_list_table(lines: Lines) -> str:
+    """What a buddy system keeps together, beside a stack, and what that takes."""
+    shares = ("external_fragmentation", "free_share", "unusable_16", "outside_longest_run")
+    rows = [
+        [
+            f"{line['trace']}, {when}, {kind}",
+            *(f"{100 * line[share]:.2f}" for share in shares),
+            number(line["runs_per_seq"]), number(line["million_blocks_per_s"]),
+        ]
+        for line in of_bench(lines, "kv_memory")
+        if line["case"].startswith("free_list_")
+        for when, kind in [line["case"].removeprefix("free_list_").split("_")]
+    ]  # fmt: skip
+    note = (
+        "The two free lists, simulated: a stack of single blocks, which is the default, and a "
+        "buddy system of runs (`contiguous_blocks=True`); requests of a trace at its times, or all "
+        "at once into a pool that is always full. Percent of the pool that is lost to who wants "
+        "runs of 16 blocks, since it lies free in shorter ones (external fragmentation, Randell, "
+        "1969; a sequence takes any block, so that none is ever refused for it); percent of the "
+        "pool that is free; percent of this free part in runs shorter than 16 (Gorman and "
+        "Whitcroft, 2006), and outside the longest run. Runs that a sequence lies in, which is how "
+        "many copies would move it run by run; million blocks given and taken back per second."
+    )
+    head = ["trace, load, free list", "lost, %", "free, %", "of it < 16, %", "not longest, %",
+            "runs", "M blocks/s"]  # fmt: skip
+    return table(note, head, rows)
+
+
 def sharing_table(lines: Lines) -> str:
     """Blocks that samples and beams of one prompt save."""
     rows = [

@@ -132,14 +132,22 @@ def serving(own: list[Line], lines: Lines, pyplot: Any) -> Any:
 def preemption(own: list[Line], lines: Lines, pyplot: Any) -> Any:
     """Milliseconds to bring back sequences of every length, measured and modelled."""
     del lines
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    rows = sorted((line for line in own if "swap_ms" in line), key=lambda line: line["tokens"])
-    lengths = [row["tokens"] for row in rows]
-    for name, colour in (("swap", COLOURS[0]), ("recompute", COLOURS[2])):
-        axes.plot(lengths, [row[f"{name}_ms"] for row in rows], "o-", color=colour, label=name)
-        modelled = [row[f"modelled_{name}_ms"] for row in rows]
-        axes.plot(lengths, modelled, ":", color=colour, label=f"{name}, cost model")
-    axes.set(xscale="log", yscale="log", xlabel="tokens of the sequence", ylabel="ms")
-    axes.set_title(rows[0]["case"].partition(" length")[0] if rows else "", fontsize=9)
-    axes.legend()
+    by_model: dict[str, list[Line]] = defaultdict(list)
+    for line in own:
+        if "swap_ms" in line:
+            by_model[line["case"].partition(" length")[0]].append(line)
+    count = max(len(by_model), 1)
+    figure, panels = pyplot.subplots(
+        1, count, figsize=(1 + 5 * count, 4), layout="constrained", squeeze=False
+    )
+    for axes, (model, rows) in zip(panels[0], by_model.items(), strict=False):
+        rows.sort(key=lambda line: line["tokens"])
+        lengths = [row["tokens"] for row in rows]
+        for name, colour in (("swap", COLOURS[0]), ("recompute", COLOURS[2])):
+            axes.plot(lengths, [row[f"{name}_ms"] for row in rows], "o-", color=colour, label=name)
+            modelled = [row[f"modelled_{name}_ms"] for row in rows]
+            axes.plot(lengths, modelled, ":", color=colour, label=f"{name}, cost model")
+        axes.set(xscale="log", yscale="log", xlabel="tokens of the sequence", ylabel="ms")
+        axes.set_title(model, fontsize=9)
+        axes.legend()
     return figure

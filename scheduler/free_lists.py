@@ -17,7 +17,7 @@ buddy system, 7 to 33 % with the stack; a sequence lies in 1 to 2 runs, with the
 In a pool that is always full nobody keeps together what little is free: 2 to 4.5 % of the pool is
 lost of 3 to 7 % that is free, with the stack 2 to 4.4 %. A sequence still lies in 29 to 78 runs
 against 75 to 764. By the share of the free blocks alone instead of the whole pool, as in Gorman and
-Whitcroft's index of unusable free space (2006), a full pool is therefore badly fragmented, 80 to
+Whitcroft's index of unusable free space (2006), a full pool is therefore badly fragmented, 79 to
 99 %, and rightly has next to nothing to offer. The share of the free blocks outside the longest run
 is 6 to 98 % and says little: free blocks in two long runs are half outside.
 """

@@ -218,6 +218,19 @@ def test_traces_are_told_apart_and_each_part_has_its_table(tmp_path):
     assert row(text, "talk, 1000k")[1:] == ["5.0", "6.0", "25.0", "37.0"]
 
 
+def test_free_lists_stand_beside_each_other_for_each_trace_and_load(tmp_path):
+    stack = {
+        "bench": "kv_memory", "case": "free_list_timed_stack", "trace": "talk", "free_share": 0.378,
+        "external_fragmentation": 0.3282, "unusable_16": 0.8623, "outside_longest_run": 0.961,
+        "runs_per_seq": 711.4, "million_blocks_per_s": 140.8, **H200,
+    }  # fmt: skip
+    full = stack | {"case": "free_list_full_buddy", "runs_per_seq": 2.33}
+    text = memory_tables.free_list_table(lines_of(tmp_path, stack, full))
+    shares = ["32.82", "37.80", "86.23", "96.10"]
+    assert row(text, "talk, timed, stack")[1:] == [*shares, "711", "141"]
+    assert row(text, "talk, full, buddy")[1:] == [*shares, "2.33", "141"]
+
+
 def test_blocks_saved_by_sharing_are_shown_by_kind_and_width(tmp_path):
     line = {
         "bench": "sharing", "case": "beams_4", "model": "SmolLM2", "saved_share": 0.527,
@@ -259,3 +272,25 @@ def test_every_kind_of_line_is_drawn_and_old_plots_go(tmp_path):
     assert [path.read_bytes() for path in again] == content  # nothing of the day in them
     assert draw(lines_of(tmp_path, STEP), folder) == [folder / "step_h200.png"]
     assert list(folder.iterdir()) == [folder / "step_h200.png"]
+
+
+def test_swap_and_recompute_are_drawn_for_each_model(tmp_path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    from benchmarks.plots import figures
+
+    small = {"case": "qwen3-0.6b bfloat16 length 512", "swap_ms": 3.0}
+    lines = lines_of(tmp_path, LENGTH, BURST, LENGTH | small, LENGTH | small | {
+        "case": "qwen3-0.6b bfloat16 length 64", "tokens": 64, "swap_ms": 2.0,
+    })  # fmt: skip
+    figure = figures(lines, pyplot)["preemption_h200"]
+    drawn = {
+        axes.get_title(): dict(zip(*axes.lines[0].get_data(), strict=True)) for axes in figure.axes
+    }
+    pyplot.close(figure)
+    assert drawn == {
+        "llama3.1-8b bfloat16": {512: 6.1}, "qwen3-0.6b bfloat16": {64: 2.0, 512: 3.0},
+    }  # fmt: skip
