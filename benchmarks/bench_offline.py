@@ -173,7 +173,8 @@ def main() -> None:
             model_tflop_per_s=round(rate / 1e12, 4),
             matmul_tflop_per_s=round(matmul_rate / 1e12, 4),
             matmul_share=round(rate / matmul_rate, 4),
-            prefix_caching=args.prefix_caching, weights="random",
+            prefix_caching=args.prefix_caching, contiguous_blocks=args.contiguous_blocks,
+            weights="random",
             xla_flags=os.environ.get("XLA_FLAGS", ""),
         )  # fmt: skip
 

@@ -28,6 +28,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory-fraction", type=float)
     parser.add_argument("--bucket-growth", type=int)
     parser.add_argument("--prefix-caching", action="store_true")
+    parser.add_argument("--contiguous-blocks", action="store_true")
     parser.add_argument("--implementation", help="backend of the paged operations")
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file")
 
@@ -42,7 +43,8 @@ def engine_config(args: argparse.Namespace, longest_request: int) -> EngineConfi
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_prefill_chunk=args.max_prefill_chunk, ttft_target_s=args.ttft_target_s,
         bucket_growth=args.bucket_growth,
-        prefix_caching=args.prefix_caching, implementation=args.implementation,
+        prefix_caching=args.prefix_caching, contiguous_blocks=args.contiguous_blocks,
+        implementation=args.implementation,
     )  # fmt: skip
 
 
