@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import importlib.resources
+import logging
 import os
 import pickle
 import sys
@@ -33,6 +34,8 @@ MOST_BYTES = 4 << 30  # an engine for a GPU has about 0.1 GB of programs
 _PACKAGES = ("pagedjax", "pallas_kernels")  # whose code and tables the programs are made from
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy")
 _DIGEST_BYTES = 32
+
+_log = logging.getLogger(__name__)
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -110,7 +113,8 @@ class ProgramStore:
             return deserialize_and_load(
                 payload, inputs, outputs, self._device.client, [self._device]
             )
-        except jax.errors.JaxRuntimeError:
+        except jax.errors.JaxRuntimeError as error:
+            _log.info("a kept program is not taken, and compiled again: %s", error)
             return None
 
     def _save(self, program: Program, code: Any) -> None:

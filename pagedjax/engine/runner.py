@@ -37,6 +37,9 @@ _EDITS = 4096
 # steps would take no less. One sequence alone has products of another kind: it keeps its own.
 _GPU_FEW_SEQS, _GPU_FEW_TOKENS = 8, 128
 
+# The first launch of a program loads its kernels, the second captures them as a CUDA graph.
+_FIRST_LAUNCHES = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Draw:
@@ -148,7 +151,7 @@ class ModelRunner:
         self._kv_scales = jax.device_put(list(kv_scales), self._device)
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile every step there is, several at a time.
+        """Compile every step there is, several at a time; on a GPU launch each with padding.
 
         Args:
             progress: called with (steps compiled, steps in all) after each.
@@ -165,6 +168,8 @@ class ModelRunner:
         )
         report("warm-up", self.warm_up_times)
         self._compiled.update(built)
+        if self._platform != "cpu":
+            self.launch_all()
         self._warm = True
 
     def _effort(self, bucket: Bucket) -> tuple[bool, int]:
@@ -263,14 +268,31 @@ class ModelRunner:
     def prefill_tokens_per_s(self) -> float:
         """Rate of the largest step there is, measured with padding: without its attention."""
         bucket = self.buckets.mixed[-1]
-        layout = self.layout(bucket)
         times: list[float] = []
         for _ in range(3):
-            packed = layout.sealed(np.zeros(layout.size, np.int32))
             start = time.perf_counter()
-            jax.block_until_ready(self.launch(bucket, packed, None))
+            jax.block_until_ready(self._launch_padding(bucket, None))
             times.append(time.perf_counter() - start)
         return bucket.tokens / min(times)
+
+    def launch_all(self) -> None:
+        """Launch each step and draw with padding, so that no request waits for what comes first.
+
+        What a request with penalties needs takes memory of its own, and is left to the first one.
+        """
+        for bucket in self.buckets:
+            draws = (None, False, True)
+            for draw in draws * _FIRST_LAUNCHES:
+                jax.block_until_ready(self._launch_padding(bucket, draw))
+
+    def _launch_padding(self, bucket: Bucket, draw_full: bool | None) -> SampleOutputs:
+        """Launch a step of no tokens, and a redraw after it; None for none."""
+        layout, sampling = self.layout(bucket), None
+        packed = layout.sealed(np.zeros(layout.size, np.int32))
+        if draw_full is not None:
+            rows = SamplingLayout(bucket.seqs)
+            sampling = rows.sealed(np.zeros(rows.size, np.int32))
+        return self.launch(bucket, packed, sampling, full=bool(draw_full))
 
     def copy_blocks(self, copies: np.ndarray) -> None:
         """Copy blocks of the pool on the device, before the step that is launched next.

@@ -150,6 +150,18 @@ def test_samples_of_one_prompt_differ_and_repeat():
         assert [o.token_ids for o in outputs] == [o.token_ids for o in again.outputs]
 
 
+def test_launching_every_step_with_padding_compiles_nothing_and_changes_no_tokens():
+    params = [GREEDY, SamplingParams(temperature=1.0, seed=1, top_k=5, max_tokens=5)] * 2
+    prompts = random_prompts([1, 20, 40, 8])
+    engine = tiny_engine(max_num_seqs=4, max_num_batched_tokens=32, warm_up=True)
+    with compiles() as compiled:
+        engine._runner.launch_all()
+    assert compiled == []
+    got = tokens_of(serve(engine, prompts, params))
+    assert got == tokens_of(serve(tiny_engine(), prompts, params))
+    assert engine.stats().compiles_after_warmup == 0
+
+
 def test_nothing_compiles_after_warm_up():
     """A mixed run, watched by JAX's own event counter beside the engine's."""
     engine = tiny_engine(max_num_seqs=4, max_num_batched_tokens=32, warm_up=True)
