@@ -355,8 +355,11 @@ class Driver:
             for name in search.choose(self.scheduler):
                 self.finish(name, FinishReason.STOP)
 
-    def run(self, max_steps: int = 10_000) -> int:
-        """Step until nothing is left to do; how many steps made a plan."""
+    def run(self, max_steps: int = 100_000) -> int:
+        """Step until nothing is left to do; how many steps made a plan.
+
+        With one seat and one token a step, beams that take turns come to more than ten thousand.
+        """
         for steps in range(max_steps):
             if self.step() is None and not self.scheduler.has_unfinished():
                 return steps
