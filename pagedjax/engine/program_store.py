@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import importlib.metadata
 import importlib.resources
 import logging
@@ -79,6 +80,9 @@ class ProgramStore:
         self._device = device
         self._most_bytes = most_bytes
         self._environment = environment(device)
+        if device.platform == "gpu":
+            # It tells the runtime where the library is that kept programs with such kernels need.
+            importlib.import_module("jax.experimental.pallas.mosaic_gpu")
 
     def renamed(self, function: FunctionT) -> FunctionT:
         """The function, by a name of its own in every environment; jit it afterwards.

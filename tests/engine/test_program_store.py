@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +89,24 @@ def test_an_engine_that_finds_its_programs_lowers_none_and_gives_the_same_tokens
     assert times[1].lower_s == times[1].compile_s == 0
     first, second = map(tokens_of, outputs)
     assert first == second
+
+
+def test_a_store_for_a_gpu_makes_the_runtime_of_mosaic_kernels_known(tmp_path):
+    """Importing the module does it; else a process that lowers no such kernel could load none."""
+    code = """if True:
+        import sys
+        from pathlib import Path
+        import jax
+        from pagedjax.engine.program_store import ProgramStore
+        class Device:
+            platform, device_kind, id, client = sys.argv[2], "none", 0, jax.devices()[0].client
+        ProgramStore(Path(sys.argv[1]), Device)
+        print("jax.experimental.mosaic.gpu.core" in sys.modules)
+    """
+    for platform, expected in (("gpu", "True"), ("cpu", "False")):
+        command = [sys.executable, "-c", code, str(tmp_path), platform]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [expected]
 
 
 @pytest.mark.parametrize("index", [0, 3])
