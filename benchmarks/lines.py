@@ -11,7 +11,11 @@ Line = dict[str, Any]
 Lines = dict[tuple[str, ...], Line]  # bench, device, case, and what else tells lines apart
 
 # What tells the lines of one case apart, where one run writes several.
-VARIED = {"serving": ("arrivals", "load", "rate_per_s"), "kv_memory": ("trace",)}
+VARIED = {
+    "serving": ("arrivals", "load"),
+    "kv_memory": ("trace",),
+    "offline": ("max_num_batched_tokens", "prefix_caching", "contiguous_blocks"),
+}
 BENCHES = (
     "offline", "torch_generate", "torch_continuous", "step", "torch_step", "serving",
     "profile", "golden", "shared_prompt", "preemption", "offload", "generate", "kv_accuracy",
@@ -42,9 +46,12 @@ def read_lines(paths: Iterable[Path]) -> Lines:
 
 def key(line: Line) -> tuple[str, ...]:
     """Which measurement a line is."""
-    # A load is a fraction of what was measured in the same run: its rate differs from run to run.
-    varied = [name for name in VARIED.get(line["bench"], ()) if line.get(name) is not None][:2]
-    return (line["bench"], device(line), line["case"], *(str(line[name]) for name in varied))
+    varied = [line.get(name) or "" for name in VARIED.get(line["bench"], ())]
+    if line["bench"] == "serving" and line.get("load") is None:
+        # A load is a fraction of what was measured in the same run, so that its rate differs from
+        # run to run; only without one is it the rate that was asked for.
+        varied.append(line.get("rate_per_s") or "")
+    return (line["bench"], device(line), line["case"], *map(str, varied))
 
 
 def device(line: Line) -> str:

@@ -39,6 +39,15 @@ def throughput_cell(line: Line | None) -> str:
     return f"{per_s} · {number(line['output_tokens_per_s'])}{mark}"
 
 
+def offline_label(line: Line) -> str:
+    """The case of a list of requests, and how the engine was set up for it."""
+    options = [f"{line['max_num_batched_tokens']:,} a step"]
+    options += [
+        name.replace("_", " ") for name in ("prefix_caching", "contiguous_blocks") if line.get(name)
+    ]
+    return ", ".join((line["case"], *options))
+
+
 def offline_table(lines: Lines) -> str:
     """Lists of requests, beside transformers."""
     rows = []
@@ -48,13 +57,14 @@ def offline_table(lines: Lines) -> str:
         count = line["requests"]
         lengths = (f"{line[name] / count:,.0f}" for name in ("prompt_tokens", "output_tokens"))
         rows.append([
-            f"{line['case']} ({count} × {' + '.join(lengths)})",
+            f"{offline_label(line)} ({count} × {' + '.join(lengths)})",
             throughput_cell(line), throughput_cell(static), throughput_cell(paged),
             *(ratio(line["requests_per_s"], rate) for rate in rates),
         ])  # fmt: skip
     note = (
-        "Requests to the end, all there at the start: requests/s · output tokens/s. In brackets: "
-        "requests × mean prompt + output tokens. Beside it (a) transformers' `generate` in padded "
+        "Requests to the end, all there at the start: requests/s · output tokens/s, with so many "
+        "tokens in a step at most (`max_num_batched_tokens`). In brackets: requests × mean prompt "
+        "+ output tokens. Beside it (a) transformers' `generate` in padded "
         "batches with contiguous caches, (b) its continuous batching. The ratios are this engine's "
         "requests/s over theirs. † broken off at a time limit; the rate is that of the requests "
         "finished."
@@ -67,7 +77,7 @@ def memory_table(lines: Lines) -> str:
     """What the same runs did with the KV pool."""
     rows = [
         [
-            line["case"],
+            offline_label(line),
             f"{100 * line['mean_kv_utilisation']:.0f} / {100 * line['peak_kv_utilisation']:.0f}",
             f"{100 * line['mean_kv_waste']:.1f}",
             str(line["preemptions"]),
