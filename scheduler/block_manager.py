@@ -100,7 +100,7 @@ class BlockManager:
         if keep_free >= pool.num_free:  # it needs a block at least, so spare the search
             return False
         size = self._block_size
-        hits = self._find_prefix(seq)
+        hits = self.find_prefix(seq)
         below = [held for held in hits if isinstance(held, HostBlock)]
         num_computed = len(hits) * size
         num_shared = 0 if source is None else self.num_shareable(seq, source)
@@ -134,7 +134,7 @@ class BlockManager:
         """Tokens of `seq` whose keys and values it may take from a running sibling.
 
         They are written by an earlier plan, belong to the common prompt, were computed with the
-        present weights, and leave what `_find_prefix` leaves.
+        present weights, and leave what `find_prefix` leaves.
         """
         if not self.is_current(source) or source.row == NO_ROW:
             return 0
@@ -302,7 +302,7 @@ class BlockManager:
         """A waiting sequence is the next one, but there is no room for it yet."""
         if self.tiers is not None and seq.seq_id != self._expected:
             self._expected = seq.seq_id
-            below = self._find_prefix(seq) if seq.saved is None else seq.saved
+            below = self.find_prefix(seq) if seq.saved is None else seq.saved
             self.tiers.expect(held for held in below if isinstance(held, HostBlock))
 
     def look_on_disk(self, seq: Sequence) -> None:
@@ -348,7 +348,7 @@ class BlockManager:
         """The whole row of a sequence that has one, int32[max_blocks_per_seq]; do not write."""
         return self._tables[seq.row]
 
-    def _find_prefix(self, seq: Sequence) -> AbstractSequence[int | HostBlock]:
+    def find_prefix(self, seq: Sequence) -> AbstractSequence[int | HostBlock]:
         """Cached blocks with which a sequence may start."""
         if not self._caching:
             return []

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as AbstractSequence
 from itertools import groupby
 
+from scheduler.block_manager import BlockManager
 from scheduler.plan import StepPlan
 from scheduler.sequence import Sequence
 from scheduler.step_builder import StepBuilder
@@ -48,6 +49,7 @@ class Deadlines:
         self.tokens_per_s = 0.0
         self._target_s = target_s
         self._began: float | None = None  # the step that ends next; None: the device was idle
+        self._put_off: dict[int, int] = {}  # `num_computed` of those that got nothing yet, by id
 
     def took(self, plan: StepPlan, *, next_began: bool) -> None:
         """Take in that a plan is done.
@@ -67,27 +69,38 @@ class Deadlines:
         self._began = now if next_began else None
 
     def share_out(
-        self, step: StepBuilder, running: Iterable[Sequence], ahead: Iterable[StepPlan]
+        self,
+        step: StepBuilder,
+        running: Iterable[Sequence],
+        ahead: Iterable[StepPlan],
+        blocks: BlockManager,
     ) -> None:
         """Let those that have all their blocks share what is left of a step.
+
+        Many are admitted long before it is their turn. What of their prompts has been computed for
+        others meanwhile is not computed again.
 
         Args:
             step: with all in it that goes before them.
             running: in the order of service.
             ahead: plans that the device has not finished.
+            blocks: of the running sequences.
         """
         planned = {seq.seq_id for seq in step.seqs}
-        left = (
+        left = [
             seq
             for seq in running
             if not (seq.held or seq.tail_shared or seq.seq_id in planned)
             and seq.num_computed < seq.num_tokens <= seq.capacity
-        )
+        ]
+        before = self._put_off
+        self._put_off = {seq.seq_id: before.get(seq.seq_id, seq.num_computed) for seq in left}
         for seq in self.order(left, ahead):
-            count = step.chunk(seq)
-            if not count:
+            if not step.chunk(seq):
                 break
-            step.add(seq, count)
+            if before.get(seq.seq_id) == seq.num_computed and is_chunk(seq):
+                _find_again(seq, blocks)
+            step.add(seq, step.chunk(seq))
 
     def order(self, seqs: Iterable[Sequence], ahead: Iterable[StepPlan]) -> list[Sequence]:
         """The order in which sequences are to share the tokens of the next step.
@@ -138,3 +151,17 @@ class Deadlines:
             if done > deadline:
                 done += heapq.heappop(kept)[0]
         return {-negative for _, negative in kept}
+
+
+def _find_again(seq: Sequence, blocks: BlockManager) -> None:
+    """Admit a sequence anew if the cache has more of it than when it was admitted."""
+    before = seq.num_computed
+    if len(blocks.find_prefix(seq)) * blocks.pool.index.block_size <= before:
+        return
+    is_first = seq.num_cached_tokens == before
+    blocks.free(seq)
+    admitted = blocks.admit(seq, keep_free=0)
+    assert admitted, "it needs no more blocks than it had"
+    if is_first:
+        blocks.num_hit_tokens += seq.num_computed - before
+        seq.num_cached_tokens = seq.num_computed

@@ -377,7 +377,8 @@ class Scheduler:
 
     def _share_out(self, step: StepBuilder) -> None:
         if self._deadlines is not None:
-            self._deadlines.share_out(step, self._queues.running, [p for p, _ in self._in_flight])
+            running, ahead = self._queues.running, [plan for plan, _ in self._in_flight]
+            self._deadlines.share_out(step, running, ahead, self.blocks)
 
     def resume(self, seq: Sequence) -> bool:
         """Let a waiting sequence run outside of a plan, if there are blocks for all its tokens."""
@@ -412,10 +413,9 @@ class Scheduler:
         """Whether a sequence that loses its blocks should rather keep what it has computed."""
         if self.config.preemption != "auto" or seq.request.beam:  # a beam may be exchanged yet
             return self.config.preemption == "swap" and not seq.request.beam
-        cost = self.swap_cost
-        return cost is not None and cost.swap_s(len(seq.blocks)) < cost.recompute_s(
-            seq.num_computed
-        )
+        if (cost := self.swap_cost) is None:
+            return False
+        return cost.swap_s(len(seq.blocks)) < cost.recompute_s(seq.num_computed)
 
     def _drain(self, seqs: list[Sequence]) -> None:
         """Free the blocks of sequences that have planned all they need, for the next plan.

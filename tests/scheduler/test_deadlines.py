@@ -235,3 +235,44 @@ def test_random_traces_with_a_target_give_everybody_their_own_tokens(seed: int, 
     driver.verify()
     assert len(driver.ends) == len(driver.requests)
     assert driver.scheduler.num_used_blocks == 0
+
+
+def shared_burst(target_s: float | None, **options: Any) -> tuple[int, int]:
+    """Tokens that are computed for prompts with one beginning, and tokens found in the cache."""
+    config = SchedulerConfig(
+        num_blocks=400, max_model_len=512, max_num_batched_tokens=64, ttft_target_s=target_s
+    )
+    kind = TierDriver if options.get("num_host_blocks") else Driver
+    driver = kind(dataclasses.replace(config, **options), clock=Clock())
+    beginning = np.random.default_rng(0).integers(VOCAB, size=200).tolist()
+    driver.add(*[request(f"r{n}", [*beginning, n, n + 1], 2) for n in range(8)])
+    computed = 0
+    while driver.scheduler.has_unfinished():
+        if (plan := driver.step()) is not None:
+            computed += plan.num_tokens
+    driver.verify()
+    return computed, driver.scheduler.blocks.num_hit_tokens
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 40])
+def test_a_burst_with_one_beginning_has_it_computed_once(num_host_blocks: int):
+    """All are admitted before the first has computed it: they look again when it is their turn."""
+    computed, found = shared_burst(TARGET_S, num_host_blocks=num_host_blocks)
+    assert (computed, found) == shared_burst(None, num_host_blocks=num_host_blocks)
+    assert found > 7 * 128
+
+
+def test_without_a_cache_nobody_looks_again():
+    assert shared_burst(TARGET_S, prefix_caching=False) == (8 * (202 + 1), 0)
+
+
+def test_a_request_is_told_what_it_found_when_it_was_its_turn():
+    config = SchedulerConfig(
+        num_blocks=400, max_model_len=512, max_num_batched_tokens=64, ttft_target_s=TARGET_S
+    )
+    driver = Driver(config, clock=Clock())
+    driver.add(request("first", range(200), 2), request("second", range(201), 2))
+    driver.run()
+    driver.verify()
+    cached = [driver.last_updates[seq_id].num_cached_tokens for seq_id in sorted(driver.ends)]
+    assert cached == [0, 192]  # of the steps before that in which it begins
