@@ -16,6 +16,7 @@ import importlib.resources
 import logging
 import os
 import pickle
+import stat
 import sys
 import tempfile
 import threading
@@ -66,8 +67,8 @@ class ProgramStore:
     """A directory of compiled programs, a file each.
 
     A file that is not what was written, or that the device's runtime does not take, counts as
-    absent, and so does one that cannot be read. Loading runs what a file holds: the directory
-    must be the user's own.
+    absent, and so does one that cannot be read. Loading runs what a file holds: a directory that
+    is not the user's own, or that others may write to, is not used.
 
     Args:
         directory: made when the first program is kept.
@@ -105,10 +106,12 @@ class ProgramStore:
         """The compiled program, on the device; None if it is not there."""
         path = self._path(program)
         try:
+            self._check_own()
             content = path.read_bytes()
-            os.utime(path)
         except OSError:
             return None
+        with contextlib.suppress(OSError):  # it may be there to be read only
+            os.utime(path)
         digest, body = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
         if hashlib.sha256(body).digest() != digest:
             return None
@@ -130,12 +133,28 @@ class ProgramStore:
         try:
             body = pickle.dumps(serialize(code))
             self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._check_own()
             # Beside its place and then into it, so that nobody ever finds half of it there.
             with tempfile.NamedTemporaryFile(dir=self._directory, delete=False) as file:
-                file.write(hashlib.sha256(body).digest() + body)
-            os.replace(file.name, self._path(program))
+                try:
+                    file.write(hashlib.sha256(body).digest() + body)
+                    file.flush()
+                    os.replace(file.name, self._path(program))
+                except OSError:  # a full disk is not to be filled with what nobody will find
+                    os.unlink(file.name)
+                    raise
         except (OSError, jax.errors.JaxRuntimeError) as error:
             warnings.warn(f"a program is not kept for the next start: {error}", stacklevel=2)
+
+    def _check_own(self) -> None:
+        """Refuse a directory into which others can have put something.
+
+        Raises:
+            OSError: it is such a directory, or is not there.
+        """
+        status = self._directory.stat()
+        if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(f"others than the user may write to {self._directory}")
 
     def trim(self) -> None:
         """Delete what is too much, also what a start that was broken off has left half written."""

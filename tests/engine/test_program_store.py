@@ -174,6 +174,35 @@ def test_a_directory_that_cannot_be_made_costs_the_store_alone(tmp_path):
     assert np.asarray(built[0](jnp.ones(3))["y"]).tolist() == [2.0, 2.0, 2.0]
 
 
+@pytest.mark.parametrize("others", ["group", "world", "owner"])
+def test_nothing_is_loaded_from_a_directory_that_others_may_write_to(tmp_path, monkeypatch, others):
+    """A file that is loaded is run, whoever has written it."""
+    directory = tmp_path / "programs"
+    store = kept(directory)
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert store.load(program()) is not None
+    if others == "owner":
+        user = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    else:
+        directory.chmod(0o720 if others == "group" else 0o702)
+    assert store.load(program()) is None
+    with pytest.warns(UserWarning, match="may write to"):
+        build({0: program(3.0, name="other")}, store=store)
+    assert len(list(directory.iterdir())) == 1
+
+
+def test_a_disk_that_is_full_is_left_as_it_was(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError("no space left")
+
+    store = ProgramStore(tmp_path, DEVICE)
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(UserWarning, match="no space left"):
+        build({0: program()}, store=store)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_programs_used_longest_ago_go_first(tmp_path):
     for age, scale in enumerate((1.0, 2.0, 3.0)):
         kept(tmp_path, scale=scale, name=str(scale))
