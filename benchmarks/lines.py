@@ -12,7 +12,7 @@ Lines = dict[tuple[str, ...], Line]  # bench, device, case, and what else tells 
 
 # What tells the lines of one case apart, where one run writes several.
 VARIED = {
-    "serving": ("arrivals", "load"),
+    "serving": ("arrivals", "load", "max_num_batched_tokens", "ttft_target_s"),
     "kv_memory": ("trace",),
     "offline": ("max_num_batched_tokens", "prefix_caching", "contiguous_blocks"),
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lines import Line, Lines, beside
+from benchmarks.tables import serving_label
 
 CONTENDERS = {
     "offline": "pagedjax",
@@ -116,7 +117,7 @@ def serving(own: list[Line], lines: Lines, pyplot: Any) -> Any:
     figure, panels = pyplot.subplots(1, 2, figsize=(9, 4), layout="constrained")
     by_case: dict[str, list[Line]] = defaultdict(list)
     for line in own:
-        by_case[f"{line['case']}, {line['arrivals']}"].append(line)
+        by_case[serving_label(line)].append(line)
     shown = {"ttft": "time to first token, ms", "itl": "interval between tokens, ms"}
     for axes, (name, title) in zip(panels, shown.items(), strict=True):
         for (case, points), colour in zip(by_case.items(), COLOURS * len(by_case), strict=False):

@@ -132,6 +132,14 @@ def step_table(lines: Lines) -> str:
     return table(note, head, rows)
 
 
+def serving_label(line: Line) -> str:
+    """The case of a load, how requests arrive, and how the engine was set up for it."""
+    options = [f"{line['max_num_batched_tokens']:,} a step"]
+    if line.get("ttft_target_s") is not None:
+        options.append(f"target {1e3 * line['ttft_target_s']:.0f} ms")
+    return ", ".join((line["case"], line["arrivals"], *options))
+
+
 def serving_table(lines: Lines) -> str:
     """Latencies under load."""
     rows = []
@@ -142,13 +150,15 @@ def serving_table(lines: Lines) -> str:
             for name in ("ttft", "itl", "e2e")
         ]
         rows.append([
-            f"{line['case']}, {line['arrivals']}", f"{number(line['rate_per_s'])}{load}", *cells,
+            serving_label(line), f"{number(line['rate_per_s'])}{load}", *cells,
             f"{number(line['goodput_per_s'])} ({100 * line['good_share']:.0f} %)",
         ])  # fmt: skip
     note = (
-        "Requests that arrive over time, through `AsyncLLM`: requests/s (share of saturation), "
-        "then p50 / p90 / p99 in ms of the time to the first token, the interval between tokens "
-        "and the whole request, and requests/s within the bounds of the line on the first two."
+        "Requests that arrive over time, through `AsyncLLM`, with so many tokens in a step at most "
+        "and, where it is named, a target for the first token (`ttft_target_s`): requests/s (share "
+        "of saturation), then p50 / p90 / p99 in ms of the time to the first token, the interval "
+        "between tokens and the whole request, and requests/s within the bounds of the line on the "
+        "first two."
     )
     head = ["shape, dtype, load", "rate", "TTFT", "ITL", "whole", "goodput"]
     return table(note, head, rows)

@@ -32,7 +32,7 @@ STEP = {
 TORCH_STEP = {"bench": "torch_step", "case": STEP["case"], "step_us": 6000.0, **TORCH}
 SERVING = {
     "bench": "serving", "case": "llama3.1-8b bfloat16 conv", "arrivals": "trace", "load": 0.8,
-    "rate_per_s": 21.37, "goodput_per_s": 20.1, "good_share": 0.97,
+    "rate_per_s": 21.37, "goodput_per_s": 20.1, "good_share": 0.97, "max_num_batched_tokens": 1024,
     **{f"{n}_p{p}_ms": p + 0.123 for n in ("ttft", "itl", "e2e") for p in (50, 90, 99)}, **H200,
 }  # fmt: skip
 SHARED_PROMPT = {
@@ -136,7 +136,7 @@ def test_first_tokens_with_the_cache_stand_below_those_without(tmp_path):
 def test_the_other_tables_repeat_their_lines(tmp_path):
     lines = lines_of(tmp_path, *ALL)
     serving = row(compare.serving_table(lines), "llama3.1-8b")
-    assert serving[0].endswith("conv, trace")
+    assert serving[0].endswith("conv, trace, 1,024 a step")
     assert serving[1:] == ["21.4 (80 %)", *["50.1 / 90.1 / 99.1"] * 3, "20.1 (97 %)"]
     assert row(compare.memory_table(lines), "llama2")[1:] == [
         "50 / 90", "3.1", "2", "94", "256", "42", "123", "24.5",
@@ -153,6 +153,17 @@ def test_the_last_line_of_a_case_counts_and_rates_are_cases_of_their_own(tmp_pat
     assert [line["rate_per_s"] for line in of_bench(lines, "serving")] == [13.4, 22.0]
     absolute = [SERVING | {"load": None, "rate_per_s": rate} for rate in (1.0, 2.0)]
     assert len(of_bench(lines_of(tmp_path, *absolute), "serving")) == 2
+
+
+def test_loads_served_with_another_target_or_step_are_cases_of_their_own(tmp_path):
+    target = SERVING | {"ttft_target_s": 0.2, "rate_per_s": 21.5}
+    larger = SERVING | {"max_num_batched_tokens": 2048, "ttft_target_s": None, "rate_per_s": 21.6}
+    lines = lines_of(tmp_path, SERVING, target, larger)
+    assert [line["rate_per_s"] for line in of_bench(lines, "serving")] == [21.37, 21.5, 21.6]
+    text = compare.serving_table(lines)
+    assert "trace, 1,024 a step |" in text
+    assert "trace, 1,024 a step, target 200 ms |" in text
+    assert "trace, 2,048 a step |" in text
 
 
 def test_lists_served_with_other_options_are_cases_of_their_own(tmp_path):
