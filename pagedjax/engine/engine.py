@@ -260,7 +260,7 @@ class Engine:
         if len(self._in_flight) == MAX_PLANS_IN_FLIGHT:
             self._in_flight[0].wait()
         elif self._in_flight and self._pace is not None:
-            self._pace.sleep()
+            self._pace.sleep(self._in_flight[0])
 
     def step(self) -> list[RequestOutput]:
         """Launch a step, and take in the oldest of the steps that are on the device.

@@ -35,6 +35,10 @@ class InFlight:
         """Sleep until the device has computed its tokens."""
         self.samples.token_ids.block_until_ready()
 
+    def is_done(self) -> bool:
+        """Whether the device has computed its tokens."""
+        return self.samples.token_ids.is_ready()
+
 
 @dataclass(frozen=True, slots=True)
 class Done:

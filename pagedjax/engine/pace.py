@@ -11,6 +11,7 @@ from pagedjax.engine.in_flight import InFlight
 _REMEMBERED = 8  # durations of each size of step; the shortest of them is what is counted on
 _MARGIN_S = 2e-3  # besides twice the time that it takes to launch
 _LEAST_S = 5e-3  # less is not worth another turn
+_LOOK_S = 1e-3  # how often to look whether the step is done sooner than foreseen
 
 
 class Pace:
@@ -46,6 +47,14 @@ class Pace:
         """Whether the next step is better planned later."""
         return self._due - time.monotonic() > _LEAST_S
 
-    def sleep(self) -> None:
-        """Until the next step has to be planned."""
-        time.sleep(max(0.0, self._due - time.monotonic()))
+    def sleep(self, running: InFlight) -> None:
+        """Until the next step has to be planned, or the device has nothing else to do.
+
+        Where the host was held up, as by a compile, all it knows of such steps may be too long.
+        Sleeping for as long would have the next one seem just as long.
+
+        Args:
+            running: what the device does now.
+        """
+        while (left := self._due - time.monotonic()) > 0 and not running.is_done():
+            time.sleep(min(left, _LOOK_S))
