@@ -94,8 +94,10 @@ def loads(args: argparse.Namespace) -> dict[str, list[RequestShape]]:
     """The lists that the options name; else sequences of one length that live to the end."""
     if args.workload or args.requests:
         return request_lists(args.workload, args.requests, args.limit)
-    output_len = max(args.at) + STRETCHES * args.steps + 2  # a step gives at most one token
-    shapes = [RequestShape(args.prompt_len, output_len, 0.0)] * args.sequences
+    end = 0
+    for at in sorted(args.at):  # what comes too early for the one before is put off
+        end = max(at, end) + STRETCHES * args.steps
+    shapes = [RequestShape(args.prompt_len, end + 2, 0.0)] * args.sequences  # a token each step
     return {f"{args.sequences}x{args.prompt_len}": shapes[: args.limit]}
 
 

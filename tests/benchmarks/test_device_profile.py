@@ -130,3 +130,13 @@ def test_a_run_of_the_engine_is_profiled_in_its_middle():
         profile_steps.run_steps(engine, 50)
     profile_steps.end(engine, 4)
     assert engine.stats().num_running == 0
+
+
+def test_sequences_of_one_length_live_through_all_stretches():
+    """Also through those that overlap, which are measured one after another."""
+    for at, last in ((["5"], 5 + 20), (["5", "8"], 5 + 40), (["50", "5"], 50 + 20)):
+        args = profile_steps.options().parse_args(
+            ["--shape", "tiny", "--sequences", "3", "--steps", "10", "--at", *at]
+        )
+        [shapes] = profile_steps.loads(args).values()
+        assert [shape.output_len for shape in shapes] == [last + 2] * 3
