@@ -16,6 +16,14 @@ from tests.support.tiny_tokenizers import save_tokenizer
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
 
+@pytest.fixture(autouse=True)
+def default_handler():
+    """Python's own, which a process that a shell starts in the background does not have."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("reads", [1, 2, 5])
 def test_ctrl_c_in_a_step_ends_one_call_and_the_engine_goes_on(monkeypatch, reads):
     """In the middle of reading tokens, where nearly all interrupts come."""
