@@ -158,7 +158,7 @@ def _find_again(seq: Sequence, blocks: BlockManager) -> None:
     before = seq.num_computed
     if len(blocks.find_prefix(seq)) * blocks.pool.index.block_size <= before:
         return
-    is_first = seq.num_cached_tokens == before
+    is_first = seq.num_cached_tokens == before and not seq.outputs
     blocks.free(seq)
     admitted = blocks.admit(seq, keep_free=0)
     assert admitted, "it needs no more blocks than it had"

@@ -9,7 +9,7 @@ import typer
 from pagedjax.frontend import MAX_PORT
 
 Model = Annotated[
-    str, typer.Argument(help="Directory of a native or Hugging Face checkpoint.", metavar="MODEL")
+    str, typer.Argument(help="Native or Hugging Face directory, or a .gguf file.", metavar="MODEL")
 ]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
 Temperature = Annotated[
