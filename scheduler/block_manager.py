@@ -258,9 +258,9 @@ class BlockManager:
         """Keep what a sequence has computed in host memory, and take all its blocks and its row.
 
         Returns:
-            Whether host memory had room; nothing has changed if not.
+            Whether it had computed any and host memory had room; nothing has changed if not.
         """
-        if self.tiers is None:
+        if self.tiers is None or not seq.num_computed:
             return False
         self.index_full_blocks(seq)
         blocks = seq.blocks[: -(-seq.num_computed // self._block_size)]

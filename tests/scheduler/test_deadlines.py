@@ -200,6 +200,23 @@ def test_a_long_prompt_is_served_though_short_ones_keep_coming():
     assert patient - 2 < driver.end_order.index("long") < patient + 15
 
 
+def test_who_loses_its_blocks_before_its_turn_has_nothing_to_swap():
+    config = SchedulerConfig(
+        num_blocks=14, max_num_batched_tokens=16, max_num_seqs=4, max_model_len=192,
+        num_host_blocks=20, preemption="swap", ttft_target_s=TARGET_S,
+    )  # fmt: skip
+    driver = TierDriver(config, clock=Clock())
+    driver.add(request("grows", 15, 30))
+    driver.step()
+    driver.add(request("long", 160, 2), request("waits", 30, 2))
+    while not driver.scheduler.num_preemptions:
+        driver.step()
+    (seq,) = (s for s in driver.scheduler.sequences() if s.request.request_id == "waits")
+    assert (driver.scheduler.num_swaps, seq.saved, seq.blocks) == (0, None, [])
+    driver.run()
+    driver.verify()
+
+
 def random_driver(rng: np.random.Generator, target_s: float) -> Driver:
     """With tiers below the pool or without."""
     options: dict[str, Any] = {"pipelined": bool(rng.integers(2)), "clock": Ticks()}
