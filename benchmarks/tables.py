@@ -158,7 +158,7 @@ def serving_table(lines: Lines) -> str:
         "and, where it is named, a target for the first token (`ttft_target_s`): requests/s (share "
         "of saturation), then p50 / p90 / p99 in ms of the time to the first token, the interval "
         "between tokens and the whole request, and requests/s within the bounds of the line on the "
-        "first two."
+        "first two. Engines with other options reach another saturation, and so another rate."
     )
     head = ["shape, dtype, load", "rate", "TTFT", "ITL", "whole", "goodput"]
     return table(note, head, rows)
@@ -174,7 +174,10 @@ def profile_table(lines: Lines) -> str:
         ]
         for line in of_bench(lines, "profile")
     ]  # fmt: skip
-    note = "The device in the middle of a run of so many sequences, by the JAX profiler."
+    note = (
+        "The device in the middle of a run of so many sequences, from that step of the run on, by "
+        "the JAX profiler."
+    )
     head = ["shape, dtype, load", "running", "step, ms", "idle, %", "kernels a step",
             "compiles after warm-up"]  # fmt: skip
     return table(note, head, rows)

@@ -56,7 +56,8 @@ class EngineConfig:
         ttft_target_s: seconds in which a request is to have its first token. When a burst of
             prompts makes that impossible for some, the longest of them wait, so that as many as
             possible are in time, instead of all being served in order of arrival; nobody waits so
-            for more than a few times the target. Steps are also planned as late as the device
+            for more than a few times the target. Blocks and places, where they are scarce, are
+            still given out in order of arrival. Steps are also planned as late as the device
             allows (`pagedjax.engine.pace`). None: nobody waits for a first token, as when whole
             batches are generated.
         bucket_growth: ratio of neighbouring step sizes that are compiled. None: 2 on a GPU; 4 on a
