@@ -18,8 +18,8 @@ from scheduler.plan import StepPlan
 from scheduler.sequence import Sequence
 from scheduler.step_builder import StepBuilder
 
-# After so many times the target, whoever was put off goes first. Under a load that lasts beyond what
-# can be computed that is everybody, and the order is that of arrival again.
+# After so many times the target, whoever was put off goes first. Under a load that lasts beyond
+# what can be computed that is everybody, and the order is that of arrival again.
 PATIENCE = 3
 Clock = Callable[[], float]
 _WEIGHT = 0.2  # of the newest rate in their running mean
