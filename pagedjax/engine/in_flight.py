@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from pagedjax.engine.buckets import Bucket
 from pagedjax.engine.logprobs import HostSamples
@@ -37,7 +38,8 @@ class InFlight:
 
     def is_done(self) -> bool:
         """Whether the device has computed its tokens."""
-        return self.samples.token_ids.is_ready()
+        token_ids: Any = self.samples.token_ids  # jax.Array's type does not show the method
+        return token_ids.is_ready()
 
 
 @dataclass(frozen=True, slots=True)
