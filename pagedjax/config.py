@@ -48,9 +48,10 @@ class EngineConfig:
         max_num_seqs: sequences in one step, and rows sampled in it. None: 256 on a GPU, 32 on a
             CPU.
         max_num_batched_tokens: tokens computed in one step, over all sequences. Fewer spread a
-            prompt over more steps, which read the weights for it and for all decodes at once: more
-            requests per second where answers are long, and shorter intervals between tokens. More
-            bring the first tokens of many prompts sooner. None: 2048 on a GPU, 512 on a CPU.
+            prompt over more steps, which read the weights for it and for all decodes at once: that
+            can serve more requests per second where answers are long, with shorter intervals
+            between tokens. More bring the first tokens of many prompts sooner. None: 2048 on a
+            GPU, 512 on a CPU.
         max_prefill_chunk: most tokens of one sequence in one step; None: only the step's budget
             limits it.
         ttft_target_s: seconds in which a request is to have its first token. When a burst of
