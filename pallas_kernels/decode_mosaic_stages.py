@@ -22,7 +22,7 @@ from pallas_kernels.decode_mosaic_merge import (
     leave_piece,
     over_rows,
 )
-from pallas_kernels.decode_plan import Column, first_tile, visible_tiles
+from pallas_kernels.decode_plan import BEGIN, Column, first_tile, visible_tiles
 from pallas_kernels.mosaic_registers import store_columns, widened_keys, widened_values, zero_rows
 
 LOG2_E = math.log2(math.e)
@@ -192,8 +192,7 @@ def produce(problem: Problem, sources: Any, tiles: Any, barriers: Any) -> None:
         copy(value_rows, v_smem, slot, v_bar)
         return place, index, tiles, next_rows
 
-    begin = (Column.PLACE, Column.SEQ, Column.SEQ_LEN, Column.TILE)
-    place, seq, length, index = (plan_ref[part, c] for c in begin)
+    place, seq, length, index = (plan_ref[part, c] for c in BEGIN)
     rows, tiles = locate(seq, length, index)
     lax.fori_loop(0, total, step, (place, index, tiles, rows))
     pending = jnp.minimum(total, problem.stages)
@@ -278,8 +277,7 @@ def consume(problem: Problem, sources: Any, outputs: Any, smem: Any, barriers: A
         place = jnp.minimum(place + 1, problem.seqs - 1)
         return place, line_ref[place, 0], line_ref[place, 1], jnp.int32(0), done + count
 
-    begin = (Column.PLACE, Column.SEQ, Column.SEQ_LEN, Column.TILE)
-    init = (*(plan_ref[part, c] for c in begin), jnp.int32(0))
+    init = (*(plan_ref[part, c] for c in BEGIN), jnp.int32(0))
     lax.fori_loop(0, plan_ref[part, Column.SEGMENTS], segment, init)
     plgpu.wait_smem_to_gmem(0)
 

@@ -44,6 +44,10 @@ class Column(enum.IntEnum):
     MERGE_LATER = 12  # how many later parts hold a piece of it; 0: no merge in this row
 
 
+BEGIN = (Column.PLACE, Column.SEQ, Column.SEQ_LEN, Column.TILE)
+"""Where a part begins."""
+
+
 class DecodePlan(NamedTuple):
     """The work of one decode step, as numpy or JAX arrays.
 

@@ -18,6 +18,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.decode_merge import merge_parts
 from pallas_kernels.decode_plan import (
+    BEGIN,
     Column,
     DecodePlan,
     first_tile,
@@ -150,11 +151,11 @@ def _decode_kernel(
             put(out_ref.at[seq, query, heads, part], out.astype(out_ref.dtype), real[:, None])
         put(lse_ref.at[seq, query, heads], lse, real)
 
-    def zero(i: jax.Array, _: jax.Array) -> jax.Array:
+    def zero(i: jax.Array, carry: jax.Array) -> jax.Array:
         seq = line_ref[plan_ref[plan_row, Column.EMPTY_PLACE] + i, 0]
         zeros = [jnp.zeros((padded_rows, part.size), jnp.float32) for part in dims]
         put_row(seq, zeros, jnp.full((padded_rows,), -jnp.inf, jnp.float32))
-        return _
+        return carry
 
     lax.fori_loop(0, plan_ref[plan_row, Column.EMPTIES], zero, jnp.int32(0))
 
@@ -213,6 +214,5 @@ def _decode_kernel(
         # The loop cannot carry a literal, hence the product.
         return following, seq, length, start_tile * 0, done + count
 
-    columns = (Column.PLACE, Column.SEQ, Column.SEQ_LEN, Column.TILE)
-    begin = [plan_ref[plan_row, c] for c in columns]
+    begin = [plan_ref[plan_row, c] for c in BEGIN]
     lax.fori_loop(0, plan_ref[plan_row, Column.SEGMENTS], segment, (*begin, jnp.int32(0)))
