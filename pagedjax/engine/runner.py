@@ -281,9 +281,10 @@ class ModelRunner:
         What a request with penalties needs takes memory of its own, and is left to the first one.
         """
         for bucket in self.buckets:
-            draws = (None, False, True)
-            for draw in draws * _FIRST_LAUNCHES:
-                jax.block_until_ready(self._launch_padding(bucket, draw))
+            # Mixed steps draw as many rows as the largest decode step.
+            draws = (False, True) if bucket.decode else (None,)
+            for draw_full in draws * _FIRST_LAUNCHES:
+                jax.block_until_ready(self._launch_padding(bucket, draw_full))
 
     def _launch_padding(self, bucket: Bucket, draw_full: bool | None) -> SampleOutputs:
         """Launch a step of no tokens, and a redraw after it; None for none."""

@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 
 from pagedjax.models import GenerationDefaults
-from pagedjax.sampling_params import BeamSearchParams, SamplingParams
+from pagedjax.sampling_params import SamplingParams
 from tests.support.tiny_engines import (
     VOCAB,
-    compiles,
     drain,
     plain_greedy,
     plain_logits,
@@ -148,44 +147,6 @@ def test_samples_of_one_prompt_differ_and_repeat():
         assert [output.index for output in outputs] == [0, 1, 2]
         assert len({output.token_ids for output in outputs}) == 3
         assert [o.token_ids for o in outputs] == [o.token_ids for o in again.outputs]
-
-
-def test_launching_every_step_with_padding_compiles_nothing_and_changes_no_tokens():
-    params = [GREEDY, SamplingParams(temperature=1.0, seed=1, top_k=5, max_tokens=5)] * 2
-    prompts = random_prompts([1, 20, 40, 8])
-    engine = tiny_engine(max_num_seqs=4, max_num_batched_tokens=32, warm_up=True)
-    with compiles() as compiled:
-        engine._runner.launch_all()
-    assert compiled == []
-    got = tokens_of(serve(engine, prompts, params))
-    assert got == tokens_of(serve(tiny_engine(), prompts, params))
-    assert engine.stats().compiles_after_warmup == 0
-
-
-def test_nothing_compiles_after_warm_up():
-    """A mixed run, watched by JAX's own event counter beside the engine's."""
-    engine = tiny_engine(max_num_seqs=4, max_num_batched_tokens=32, warm_up=True)
-    with compiles() as compiled:
-        prompts = random_prompts([1, 3, 70, 15, 20, 40, 8], seed=7)
-        params = [
-            GREEDY,
-            SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, max_tokens=5),
-            SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=2, max_tokens=4),
-            SamplingParams(n=2, max_tokens=6),
-            BeamSearchParams(beam_width=3, max_tokens=6),
-            SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=(1, 2), max_tokens=9),
-            GREEDY,
-        ]
-        serve(engine, prompts, params)
-    assert engine.stats().compiles_after_warmup == 0
-    assert compiled == []
-
-
-def test_a_compile_after_warm_up_is_counted():
-    engine = tiny_engine(max_num_seqs=2, max_num_batched_tokens=16, warm_up=True)
-    engine._runner._compiled.clear()
-    serve(engine, [[1, 2, 3]], GREEDY)
-    assert engine.stats().compiles_after_warmup > 0
 
 
 @pytest.mark.parametrize("chunk", [None, 5])
