@@ -90,14 +90,22 @@ def options() -> argparse.ArgumentParser:
     return parser
 
 
+def starts(args: argparse.Namespace) -> list[int]:
+    """Steps before each look; what comes too early for the one before is put off."""
+    found: list[int] = []
+    free = 0
+    for at in sorted(args.at):
+        found.append(max(at, free))
+        free = found[-1] + STRETCHES * args.steps
+    return found
+
+
 def loads(args: argparse.Namespace) -> dict[str, list[RequestShape]]:
     """The lists that the options name; else sequences of one length that live to the end."""
     if args.workload or args.requests:
         return request_lists(args.workload, args.requests, args.limit)
-    end = 0
-    for at in sorted(args.at):  # what comes too early for the one before is put off
-        end = max(at, end) + STRETCHES * args.steps
-    shapes = [RequestShape(args.prompt_len, end + 2, 0.0)] * args.sequences  # a token each step
+    steps = starts(args)[-1] + STRETCHES * args.steps
+    shapes = [RequestShape(args.prompt_len, steps + 2, 0.0)] * args.sequences  # a token each step
     return {f"{args.sequences}x{args.prompt_len}": shapes[: args.limit]}
 
 
@@ -108,14 +116,14 @@ def main() -> None:
     for name, shapes in lists.items():
         start(engine, shapes)
         done = 0
-        for at in sorted(args.at):
-            run_steps(engine, max(0, at - done))
+        for at in starts(args):
+            run_steps(engine, at - done)
             record(
-                "profile", f"{case_name(args, name)}, step {max(at, done)}", args.out,
-                sequences=len(shapes), at=max(at, done), steps=args.steps,
+                "profile", f"{case_name(args, name)}, step {at}", args.out,
+                sequences=len(shapes), at=at, steps=args.steps,
                 **figures(engine, args.steps), **started, weights="random",
             )  # fmt: skip
-            done = max(at, done) + STRETCHES * args.steps
+            done = at + STRETCHES * args.steps
         end(engine, len(shapes))
 
 
