@@ -15,6 +15,8 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from scheduler.free_lists import USEFUL_RUN
+
 if TYPE_CHECKING:
     from pagedjax.engine.engine import Engine
     from pagedjax.engine.stats import EngineStats
@@ -79,7 +81,7 @@ GAUGES = (
     ),
     Entry(
         "kv_external_fragmentation_ratio",
-        "Free KV blocks in runs of fewer than 16 neighbours, of all KV blocks.",
+        f"Free KV blocks in runs of fewer than {USEFUL_RUN} neighbours, of all KV blocks.",
         lambda r: r.blocks.external_fragmentation,
     ),
     Entry(

@@ -236,7 +236,8 @@ def _fitting_blocks(
 
 def _rounded(blocks: int) -> int:
     """Down, by less than 0.2 %: a few bytes more or less in use do not make other programs."""
-    return blocks >> (shift := max(blocks.bit_length() - 10, 0)) << shift
+    shift = max(blocks.bit_length() - 10, 0)
+    return blocks >> shift << shift
 
 
 def _memory_budget(config: EngineConfig, device: Any, step_bytes: Callable[[], int]) -> int:
