@@ -317,9 +317,10 @@ class AsyncLLM:
                 self._obey(wait=not self._engine.has_unfinished())
                 with settled_heap():
                     while self._engine.has_unfinished() and not self._closing:
-                        self._deliver(self._engine.step())
+                        news = self._engine.step()
                         if self.metrics is not None:
-                            self.metrics.look()
+                            self.metrics.look()  # before anybody hears of the step and asks for it
+                        self._deliver(news)
                         # The device is busy: who comes while it is need not miss the next plan.
                         self._engine.wait()
                         self._obey()
