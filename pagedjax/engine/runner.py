@@ -172,9 +172,14 @@ class ModelRunner:
             self.launch_all()
         self._warm = True
 
-    def _effort(self, bucket: Bucket) -> tuple[bool, int]:
-        """Orders steps by how long they take to compile: trying products out takes longest."""
-        return self._platform != "cpu" and bucket.tokens < MANY_TOKENS, bucket.tokens
+    def _effort(self, bucket: Bucket) -> tuple[bool, bool, int]:
+        """Orders steps by how long they take to compile: trying products out takes longest.
+
+        A mixed step comes after the decode steps: it takes twice as long to lower, and finds most
+        of its products tried out for the decode step of as many tokens.
+        """
+        tries = self._platform != "cpu" and bucket.tokens < MANY_TOKENS
+        return tries, tries and bucket.decode, bucket.tokens
 
     def compile(self, key: Bucket | Draw) -> Any:
         """One step or redraw, compiled or from an earlier start."""

@@ -1,5 +1,7 @@
 """How programs are brought into being: one thread lowers, others compile."""
 
+import contextlib
+import gc
 import threading
 
 import jax
@@ -57,6 +59,30 @@ def test_an_error_of_one_program_reaches_the_caller():
     events = []
     with pytest.raises(ValueError, match="cannot be lowered"):
         build(recorded(Recorded(events, "a"), Recorded(events, "b", fails=True)))
+
+
+class WatchesGarbage(Recorded):
+    """Notes whether the garbage collector is on while it is lowered."""
+
+    def lower(self):
+        self.events.append(gc.isenabled())
+        return super().lower()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_garbage_collector_rests_while_programs_are_lowered_and_only_then(fails):
+    assert gc.isenabled()
+    events = []
+    with pytest.raises(ValueError) if fails else contextlib.nullcontext():
+        build(recorded(WatchesGarbage(events, "a", fails=fails)))
+    assert events[0] is False
+    assert gc.isenabled()
+    gc.disable()  # a caller who has turned it off finds it off
+    try:
+        build(recorded(Recorded([], "a")))
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_other_things_are_done_beside_and_their_errors_told():

@@ -2,6 +2,8 @@
 
 from collections import Counter
 
+from pagedjax.engine.buckets import Bucket, Buckets
+from pagedjax.engine.programs import BuildTimes
 from pagedjax.engine.runner import Draw
 from pagedjax.sampling_params import BeamSearchParams, SamplingParams
 from tests.support.tiny_engines import compiles, random_prompts, serve, tiny_engine, tokens_of
@@ -26,6 +28,26 @@ def test_every_program_that_any_request_can_need_is_launched_twice():
     wanted = {key for key in runner._compiled if not (isinstance(key, Draw) and key.penalties)}
     assert launched.keys() == wanted > set(runner.buckets)
     assert min(launched.values()) == 2
+
+
+def test_on_a_gpu_steps_whose_products_are_tried_out_come_first_and_decode_steps_among_them(
+    monkeypatch,
+):
+    """They take longest to compile; a mixed step finds what its decode step has tried out."""
+    runner = tiny_engine(max_num_seqs=256, max_num_batched_tokens=512)._runner
+    monkeypatch.setattr(runner, "_platform", "gpu")
+    runner.buckets = Buckets(256, 512, 4, 8, 128)
+    built = []
+    monkeypatch.setattr(runner, "launch_all", lambda: None)
+    monkeypatch.setattr(
+        "pagedjax.engine.runner.build",
+        lambda programs, **_: (built.extend(programs) or dict.fromkeys(programs), BuildTimes()),
+    )
+    runner.warm_up()
+    steps = [(key.tokens, key.decode) for key in built if isinstance(key, Bucket)]
+    first = [(128, True), (32, True), (8, True), (1, True), (128, False)]
+    assert steps == [*first, (512, False), (256, True)]
+    assert all(isinstance(key, Draw) for key in built[len(steps) :])
 
 
 def test_launching_every_step_with_padding_compiles_nothing_and_changes_no_tokens():
