@@ -97,22 +97,24 @@ class SwapCost:
     """What it costs to take a preempted sequence back, in seconds.
 
     Swapping copies its blocks to the host and back; recomputing runs its tokens through the model
-    again. Both are taken to be proportional to their length, and the copies to hide behind
-    nothing. Neither is exact: attention makes the prefill of a long sequence dearer than this, and
-    copies overlap with the steps of other sequences, so a swap is chosen only where it pays.
-    On the other side, a recomputed sequence may find part of its blocks in the prefix cache.
+    again, with attention that grows with the square of the length. The copies are taken to hide
+    behind nothing. Neither is exact: copies overlap with the steps of other sequences, and a
+    recomputed sequence may find part of its blocks in the prefix cache.
 
     Attributes:
         block_bytes: of one block over all layers.
         store_bytes_per_s: rate from GPU to host.
         load_bytes_per_s: rate from host to GPU.
-        prefill_tokens_per_s: rate of a step full of prompt tokens.
+        prefill_tokens_per_s: rate of a step full of prompt tokens, without their attention.
+        attention_tokens: length of a sequence whose attention takes as long as all else; infinite
+            if every layer has a window.
     """
 
     block_bytes: int
     store_bytes_per_s: float
     load_bytes_per_s: float
     prefill_tokens_per_s: float
+    attention_tokens: float
 
     def swap_s(self, num_blocks: int) -> float:
         """Time to copy blocks to the host and back."""
@@ -121,4 +123,4 @@ class SwapCost:
 
     def recompute_s(self, num_tokens: int) -> float:
         """Time to compute tokens again."""
-        return num_tokens / self.prefill_tokens_per_s
+        return num_tokens / self.prefill_tokens_per_s * (1 + num_tokens / self.attention_tokens)

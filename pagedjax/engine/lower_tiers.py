@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from pagedjax.engine.kv_pool import KVPool, KVSpec
 from pagedjax.engine.offload import BlockMover, LinkRates
 from pagedjax.engine.runner import ModelRunner
 from pagedjax.models.arch import ArchConfig
+from pagedjax.models.params import param_shapes
 from scheduler.prefix_index import key_digest
 from scheduler.scheduler import Scheduler, StepPlan
 from scheduler.tiers import Tiers
@@ -145,7 +147,7 @@ def open_lower_tiers(
     if config.warm_up:
         mover.warm_up()
     if config.preemption == "auto":
-        scheduler.swap_cost = _swap_cost(config, mover, runner)
+        scheduler.swap_cost = _swap_cost(config, arch, mover, runner)
 
     def namespace() -> str:
         return kv_namespace(arch, spec, runner)
@@ -175,7 +177,9 @@ def kv_namespace(arch: ArchConfig, spec: KVSpec, runner: ModelRunner) -> str:
     return digest.hexdigest()
 
 
-def _swap_cost(config: EngineConfig, mover: BlockMover, runner: ModelRunner) -> SwapCost:
+def _swap_cost(
+    config: EngineConfig, arch: ArchConfig, mover: BlockMover, runner: ModelRunner
+) -> SwapCost:
     """The rates that are given, the others measured."""
     store_rate = load_rate = config.link_bytes_per_s
     if store_rate is None or load_rate is None:
@@ -193,4 +197,20 @@ def _swap_cost(config: EngineConfig, mover: BlockMover, runner: ModelRunner) -> 
         store_bytes_per_s=store_rate,
         load_bytes_per_s=load_rate,
         prefill_tokens_per_s=config.prefill_tokens_per_s or runner.prefill_tokens_per_s(),
+        attention_tokens=attention_tokens(arch),
     )
+
+
+def attention_tokens(arch: ArchConfig) -> float:
+    """Length of a prompt whose attention is as much arithmetic as its matrix products.
+
+    Products take two operations per weight and token. Attention takes four per head dimension and
+    pair of a query and a key it sees, and a sequence of `n` tokens has `n**2 / 2` of these in each
+    layer without a window; layers with one are left out, since theirs stay few.
+    """
+    weights = sum(
+        math.prod(shape) for name, shape in param_shapes(arch).items() if name.startswith("layers.")
+    )
+    full_layers = sum(window is None for window in arch.windows)
+    per_pair = 4 * full_layers * arch.q_heads * arch.head_dim
+    return 2 * (2 * weights) / per_pair if per_pair else math.inf

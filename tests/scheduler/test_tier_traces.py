@@ -5,6 +5,7 @@ There are samples and beams, which are siblings, and priorities, which siblings 
 hour or more.
 """
 
+import math
 import os
 
 import numpy as np
@@ -24,6 +25,7 @@ SOME_COST = SwapCost(
     store_bytes_per_s=1e9,
     load_bytes_per_s=1e9,
     prefill_tokens_per_s=5e5,  # a swap pays from 66 computed tokens on for blocks of 16
+    attention_tokens=math.inf,
 )
 
 

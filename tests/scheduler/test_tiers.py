@@ -272,12 +272,17 @@ def test_files_of_an_earlier_run_are_found_and_surplus_ones_deleted():
     assert len(books.tiers.prefetch([books.key(3)])) == 1
 
 
-def test_swapping_costs_bytes_and_recomputing_tokens():
+def test_swapping_costs_bytes_and_recomputing_tokens_with_their_attention():
     cost = SwapCost(
-        block_bytes=1000, store_bytes_per_s=1e6, load_bytes_per_s=2e6, prefill_tokens_per_s=1e4
+        block_bytes=1000,
+        store_bytes_per_s=1e6,
+        load_bytes_per_s=2e6,
+        prefill_tokens_per_s=1e4,
+        attention_tokens=120.0,
     )
     assert cost.swap_s(4) == pytest.approx(0.006)
-    assert cost.recompute_s(60) == pytest.approx(0.006)
+    assert cost.recompute_s(60) == pytest.approx(0.006 * 1.5)
+    assert cost.recompute_s(120) == pytest.approx(0.012 * 2)
 
 
 both_ways = pytest.mark.parametrize("pipelined", [True, False], ids=["pipelined", "synchronous"])
