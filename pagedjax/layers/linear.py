@@ -10,13 +10,6 @@ from jaxtyping import Array, Float
 # `pagedjax.engine.runner`.
 MANY_TOKENS = 256
 
-# What a GPU's kernel computes of a product at once, and how many of these are wanted to keep the
-# device busy; 192 would be one and a half for each multiprocessor of an H200, 0 divides nothing.
-_TILE_TOKENS, _TILE_OUTPUTS = 64, 128
-FILLING_TILES = 0
-_SHORTEST_PIECE = 256  # of the inner dimension; a shorter one is over before its loads are steady
-_PIECE_MULTIPLE = 32  # whole cache lines
-
 
 def product_dtype(tokens: int, dtype: jnp.dtype) -> jnp.dtype:
     """What a product of activations of this dtype is returned in.
@@ -26,26 +19,6 @@ def product_dtype(tokens: int, dtype: jnp.dtype) -> jnp.dtype:
     With many tokens they do, and the inner dimension is never divided.
     """
     return jnp.dtype(jnp.float32) if tokens < MANY_TOKENS else jnp.dtype(dtype)
-
-
-def num_pieces(tokens: int, outputs: int, inner: int, dtype: jnp.dtype) -> int:
-    """Into how many pieces the inner dimension of a product is divided, a power of two.
-
-    On a GPU a product of few tokens has fewer tiles of results than would fill the device, and its
-    time is that of reading the weight: so each tile is computed in pieces, by the fewest programs
-    that fill it. One piece elsewhere, and for a single token, whose product is of another kind.
-    """
-    if jax.default_backend() != "gpu" or dtype != jnp.bfloat16 or not 1 < tokens < MANY_TOKENS:
-        return 1
-    tiles = math.ceil(tokens / _TILE_TOKENS) * math.ceil(outputs / _TILE_OUTPUTS)
-    pieces = 1
-    while (
-        tiles * pieces < FILLING_TILES
-        and inner % (2 * pieces * _PIECE_MULTIPLE) == 0
-        and inner // (2 * pieces) >= _SHORTEST_PIECE
-    ):
-        pieces *= 2
-    return pieces
 
 
 def project(
@@ -73,63 +46,15 @@ def project(
     Returns:
         `[tokens, out...]`.
     """
+    inner = weight.shape[weight.ndim - contract :]
+    outer = weight.shape[: weight.ndim - contract]
     out_dtype = out_dtype or product_dtype(x.shape[0], x.dtype)
-    return _multiply(x, weight, contract, 1, out_dtype)[0]
-
-
-def project_in_pieces(
-    x: Float[Array, "tokens ..."],
-    weight: Float[Array, "..."],
-    *,
-    contract: int = 1,
-    bias: Float[Array, "..."] | None = None,
-) -> Float[Array, "pieces tokens ..."]:
-    """`project`, as the pieces of a sum: for a kernel that can add them up while it reads them.
-
-    XLA divides the inner dimension of such products by itself, and has a kernel add up the pieces.
-    A bias would need that kernel anyway: with one there is a single piece, and XLA may divide it.
-
-    Args:
-        x: see `project`.
-        weight: likewise.
-        contract: likewise.
-        bias: `[out...]`, to be added.
-
-    Returns:
-        `[num_pieces(...), tokens, out...]` in `product_dtype`.
-    """
-    if bias is not None:
-        out = project(x, weight, contract=contract)
-        return (out + bias[None].astype(out.dtype))[None]
-    outer, inner = _sizes(weight, contract)
-    pieces = num_pieces(x.shape[0], outer, inner, x.dtype)
-    return _multiply(x, weight, contract, pieces, product_dtype(x.shape[0], x.dtype))
-
-
-def _multiply(
-    x: jax.Array, weight: jax.Array, contract: int, pieces: int, out_dtype: jnp.dtype
-) -> jax.Array:
-    """The pieces of `project`, `[pieces, tokens, out...]`."""
-    outer, inner = _sizes(weight, contract)
-    outputs = weight.shape[: weight.ndim - contract]
-    # As plain matrices: XLA copies a weight with several outer or inner axes on every call. A GPU
-    # reads one with the pieces as a batch axis in the middle in place, a CPU copies even that.
-    x, weight, middle = x.reshape(x.shape[0], inner), weight.reshape(outer, inner), ()
-    if pieces > 1:
-        x, weight = (a.reshape(a.shape[0], pieces, inner // pieces) for a in (x, weight))
-        middle = (1,)
-    last = (x.ndim - 1,)
+    # As plain matrices: XLA copies a weight with several outer or inner axes on every call.
     out = jax.lax.dot_general(
-        x,
-        weight,
-        dimension_numbers=((last, last), (middle, middle)),
+        x.reshape(x.shape[0], math.prod(inner)),
+        weight.reshape(math.prod(outer), math.prod(inner)),
+        dimension_numbers=(((1,), (1,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         preferred_element_type=out_dtype,
     )
-    return out.reshape(pieces, x.shape[0], *outputs)
-
-
-def _sizes(weight: jax.Array, contract: int) -> tuple[int, int]:
-    """Of the outer and of the inner dimensions together."""
-    split = weight.ndim - contract
-    return math.prod(weight.shape[:split]), math.prod(weight.shape[split:])
+    return out.reshape(x.shape[0], *outer)
