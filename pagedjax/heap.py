@@ -1,4 +1,4 @@
-"""What Python's garbage collector need not look at while tokens are generated."""
+"""What Python's garbage collector need not look at, as programs are made and tokens generated."""
 
 from __future__ import annotations
 
@@ -41,3 +41,19 @@ def settled_heap() -> Iterator[None]:
             if not _inside:
                 gc.set_threshold(*_thresholds)
                 gc.unfreeze()
+
+
+@contextmanager
+def uncollected_heap() -> Iterator[None]:
+    """Keep the collector off inside the block, and leave it as it was.
+
+    Tracing makes many objects that stay, so that even looking at the new ones alone, as in
+    `settled_heap`, finds next to nothing and takes a tenth of the time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -8,17 +8,16 @@ share the interpreter and nothing would be lowered until nearly everything is.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pagedjax.engine.program_store import Program, ProgramStore
+from pagedjax.heap import uncollected_heap
 
 # XLA's threads for each program on a GPU, that compile the candidates of a matrix product.
 # Left to itself it takes as many as there are cores, for each of the programs that are compiled at
@@ -86,7 +85,7 @@ def build(
             done(key, code)
 
     pool = ThreadPoolExecutor(max(1, num_cores() // THREADS_EACH))
-    with _garbage_uncollected(), pool as threads:
+    with uncollected_heap(), pool as threads:
         beside = [threads.submit(other) for other in others]
         if store is not None:
             for key, code in zip(programs, threads.map(store.load, programs.values()), strict=True):
@@ -112,18 +111,6 @@ def build(
     now = time.perf_counter()
     times.rest_s, times.wall_s = now - start, now - begin
     return built, times
-
-
-@contextlib.contextmanager
-def _garbage_uncollected() -> Iterator[None]:
-    """Tracing makes many objects that stay: looking through them for cycles takes a tenth of it."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _compiled(
