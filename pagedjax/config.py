@@ -78,7 +78,7 @@ class EngineConfig:
             whichever is faster by the rates that follow.
         link_bytes_per_s: rate of copies between device and host, for "auto". None measures it at
             start.
-        prefill_tokens_per_s: rate at which prompts are computed, likewise.
+        prefill_tokens_per_s: rate at which prompts are computed but for their attention, likewise.
         max_logprobs: most alternatives per token that a request may ask for.
         seed: where the seeds of requests that bring none are drawn from.
         implementation: backend of the paged operations, "mosaic", "triton", "xla" or "reference";

@@ -208,9 +208,9 @@ def attention_tokens(arch: ArchConfig) -> float:
     pair of a query and a key it sees, and a sequence of `n` tokens has `n**2 / 2` of these in each
     layer without a window; layers with one are left out, since theirs stay few.
     """
-    weights = sum(
+    per_token = 2 * sum(
         math.prod(shape) for name, shape in param_shapes(arch).items() if name.startswith("layers.")
     )
     full_layers = sum(window is None for window in arch.windows)
     per_pair = 4 * full_layers * arch.q_heads * arch.head_dim
-    return 2 * (2 * weights) / per_pair if per_pair else math.inf
+    return 2 * per_token / per_pair if per_pair else math.inf

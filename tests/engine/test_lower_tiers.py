@@ -1,9 +1,7 @@
 """Engines with host memory and a disk below a small pool answer as an engine with a large pool."""
 
-import dataclasses
 import functools
 import gc
-import math
 import random
 import threading
 import time
@@ -12,11 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.flops import request_flops
-from benchmarks.shapes import SHAPES
-from benchmarks.workloads import RequestShape
 from pagedjax.engine import disk_tier
-from pagedjax.engine.lower_tiers import attention_tokens
 from pagedjax.sampling_params import SamplingParams
 from scheduler import invariants
 from tests.support.tiny_engines import (
@@ -104,20 +98,6 @@ def test_auto_recomputes_where_the_link_is_slower():
     params = SamplingParams(temperature=0.0, max_tokens=30)
     assert tokens_of(serve(engine, random_prompts(lengths), params)) == expected(0, lengths, 30)
     assert engine.stats().preemptions > 0 == engine._scheduler.num_swaps
-
-
-def test_the_length_at_which_attention_is_half_of_a_prompts_arithmetic():
-    """By the count of whole requests: of the double length, attention takes four times as much."""
-    arch = SHAPES["llama3.1-8b"]
-    length = round(attention_tokens(arch))
-    head = 2 * arch.vocab * arch.embed
-    once, twice = (
-        request_flops(arch, [RequestShape(n, 1, 0.0)]) - head for n in (length, 2 * length)
-    )
-    # once = products + attention, twice = 2 products + 4 attention
-    assert (twice - 2 * once) / 2 == pytest.approx(once / 2, rel=1e-3)
-    windowed = dataclasses.replace(arch, windows=(4096,) * arch.layers)
-    assert attention_tokens(windowed) == math.inf
 
 
 def test_a_swapped_request_can_be_aborted():
