@@ -94,13 +94,15 @@ class ProgramStore:
         function.__name__ = f"{function.__name__}_{self._environment[:8]}"
         return function
 
-    def compile(self, program: Program, lowered: Any) -> Any:
-        """Compile a program that is not here, and keep it unless JAX's cache has brought it."""
+    def compile(self, program: Program, lowered: Any) -> tuple[Any, bool]:
+        """Compile a program that is not here, and say whether it can be kept.
+
+        It can unless JAX's cache has brought it: what was read from a file itself, not every
+        runtime can write again.
+        """
         _compiles.cache_hits = 0
         code = lowered.compile(program.options)
-        if not _compiles.cache_hits:
-            self._save(program, code)
-        return code
+        return code, not _compiles.cache_hits
 
     def load(self, program: Program) -> Any | None:
         """The compiled program, on the device; None if it is not there."""
@@ -124,11 +126,10 @@ class ProgramStore:
             _log.info("a kept program is not taken, and compiled again: %s", error)
             return None
 
-    def _save(self, program: Program, code: Any) -> None:
-        """Write the file; where that fails, a warning says so.
+    def keep(self, program: Program, code: Any) -> None:
+        """Write the file of what `compile` says can be kept; where that fails, a warning says so.
 
-        The code must be fresh from the compiler: what was read from a file itself, not every
-        runtime can write again.
+        Turning code into bytes keeps the interpreter to itself: best when nobody else needs it.
         """
         try:
             body = pickle.dumps(serialize(code))

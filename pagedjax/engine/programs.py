@@ -3,7 +3,8 @@
 Tracing and lowering is Python, which one thread at a time can run; compiling is XLA's and runs
 beside it. So one thread lowers, program after program, and others compile what it has lowered: the
 first program is being compiled while the second is lowered. Were each thread to do both, all would
-share the interpreter and nothing would be lowered until nearly everything is.
+share the interpreter and nothing would be lowered until nearly everything is. For the same reason
+nothing is written for the next start until all is lowered.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pagedjax.engine.program_store import Program, ProgramStore
 from pagedjax.heap import uncollected_heap
@@ -72,38 +73,46 @@ def build(
     """
     begin = time.perf_counter()
     times, built = BuildTimes(programs=len(programs)), {}
+    to_keep: list[KeyT] = []
 
     def done(key: KeyT, code: Any) -> None:
         built[key] = code
         if progress is not None:
             progress(len(built), len(programs))
 
-    def finish(jobs: Iterable[Future[tuple[KeyT, Any, float]]]) -> None:
+    def finish(jobs: Iterable[Future[_Compiled[KeyT]]]) -> None:
         for job in jobs:
-            key, code, seconds = job.result()
-            times.compile_s += seconds
-            done(key, code)
+            made = job.result()
+            times.compile_s += made.seconds
+            if made.can_be_kept:
+                to_keep.append(made.key)
+            done(made.key, made.code)
 
-    pool = ThreadPoolExecutor(max(1, num_cores() // THREADS_EACH))
-    with uncollected_heap(), pool as threads:
+    # A thread for each core: most of a compile is a single thread. There is never more to compile
+    # than has been lowered, so that lowering gets the core that it needs.
+    with uncollected_heap(), ThreadPoolExecutor(num_cores()) as threads:
         beside = [threads.submit(other) for other in others]
         if store is not None:
             for key, code in zip(programs, threads.map(store.load, programs.values()), strict=True):
                 if code is not None:
                     done(key, code)
         times.kept, times.load_s = len(built), time.perf_counter() - begin
-        waiting: set[Future[tuple[KeyT, Any, float]]] = set()
+        waiting: set[Future[_Compiled[KeyT]]] = set()
         for key in [key for key in programs if key not in built]:
             start = time.perf_counter()
             lowered = programs[key].lower()
             times.lower_s += time.perf_counter() - start
-            waiting.add(threads.submit(_compiled, key, programs[key], lowered, store))
+            waiting.add(threads.submit(_compile, key, programs[key], lowered, store))
             ready, waiting = wait(waiting, timeout=0)
             finish(ready)
         start = time.perf_counter()
-        while waiting:
+        while waiting or to_keep:
             ready, waiting = wait(waiting, return_when=FIRST_COMPLETED)
             finish(ready)
+            if store is not None:
+                keep = store.keep
+                beside += [threads.submit(keep, programs[key], built[key]) for key in to_keep]
+                to_keep.clear()
         for job in beside:
             job.result()
     if store is not None:
@@ -113,12 +122,23 @@ def build(
     return built, times
 
 
-def _compiled(
+@dataclass(frozen=True, slots=True)
+class _Compiled(Generic[KeyT]):
+    key: KeyT
+    code: Any
+    can_be_kept: bool
+    seconds: float
+
+
+def _compile(
     key: KeyT, program: Program, lowered: Any, store: ProgramStore | None
-) -> tuple[KeyT, Any, float]:
+) -> _Compiled[KeyT]:
     start = time.perf_counter()
-    code = lowered.compile(program.options) if store is None else store.compile(program, lowered)
-    return key, code, time.perf_counter() - start
+    if store is None:
+        code, can_be_kept = lowered.compile(program.options), False
+    else:
+        code, can_be_kept = store.compile(program, lowered)
+    return _Compiled(key, code, can_be_kept, time.perf_counter() - start)
 
 
 def report(what: str, times: BuildTimes) -> None:

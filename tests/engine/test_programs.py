@@ -55,6 +55,57 @@ def test_the_first_program_is_compiled_while_the_second_is_lowered():
     assert times.wall_s >= times.lower_s > 0
 
 
+class MeetsOthers(Recorded):
+    """Is compiled only while as many others as it takes are."""
+
+    def __init__(self, events, key, together):
+        super().__init__(events, key)
+        self.together = together
+
+    def compile(self, options):
+        self.together.wait(10)
+        return super().compile(options)
+
+
+def test_as_many_programs_are_compiled_at_a_time_as_there_are_cores(monkeypatch):
+    monkeypatch.setattr("pagedjax.engine.programs.num_cores", lambda: 3)
+    events, together = [], threading.Barrier(3)
+    built, _ = build(recorded(*(MeetsOthers(events, key, together) for key in "abcdef")))
+    assert set(built) == set("abcdef")
+    assert len({who for what, _, who in events if what == "compile"}) == 3
+
+
+class NotingStore:
+    """Has nothing, and notes what it is to keep."""
+
+    def __init__(self, events, *, brought=()):
+        self.events, self.brought = events, brought
+
+    def load(self, program):
+        return None
+
+    def compile(self, program, lowered):
+        return lowered.compile(program.options), program.name not in self.brought
+
+    def keep(self, program, code):
+        self.events.append(("keep", program.name, code))
+
+    def trim(self):
+        self.events.append(("trim", None, None))
+
+
+def test_programs_are_kept_when_all_are_lowered_but_for_those_that_came_from_a_cache():
+    events = []
+    first = Recorded(events, "a")
+    others = [Recorded(events, key, wait_for=first) for key in "bc"]
+    built, _ = build(recorded(first, *others), store=NotingStore(events, brought="b"))
+    kinds = [what for what, _, _ in events]
+    last_lowering = len(kinds) - kinds[::-1].index("lower") - 1
+    assert last_lowering < kinds.index("keep")
+    assert sorted(e[1:] for e in events if e[0] == "keep") == [(k, built[k]) for k in "ac"]
+    assert kinds[-1] == "trim"
+
+
 def test_an_error_of_one_program_reaches_the_caller():
     events = []
     with pytest.raises(ValueError, match="cannot be lowered"):

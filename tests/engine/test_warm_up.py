@@ -36,7 +36,7 @@ def test_on_a_gpu_steps_whose_products_are_tried_out_come_first_and_decode_steps
     """They take longest to compile; a mixed step finds what its decode step has tried out."""
     runner = tiny_engine(max_num_seqs=256, max_num_batched_tokens=512)._runner
     monkeypatch.setattr(runner, "_platform", "gpu")
-    runner.buckets = Buckets(256, 512, 4, 8, 128)
+    runner.buckets = Buckets(256, 512, 2, 8, 128)
     built = []
     monkeypatch.setattr(runner, "launch_all", lambda: None)
     monkeypatch.setattr(
@@ -45,8 +45,8 @@ def test_on_a_gpu_steps_whose_products_are_tried_out_come_first_and_decode_steps
     )
     runner.warm_up()
     steps = [(key.tokens, key.decode) for key in built if isinstance(key, Bucket)]
-    first = [(128, True), (32, True), (8, True), (1, True), (128, False)]
-    assert steps == [*first, (512, False), (256, True)]
+    tried = [(n, True) for n in (128, 64, 32, 16, 8, 1)] + [(128, False)]
+    assert steps == [*tried, (512, False), (256, False), (256, True)]
     assert all(isinstance(key, Draw) for key in built[len(steps) :])
 
 
