@@ -232,7 +232,7 @@ class ModelRunner:
             name=f"{bucket} {static}",
             function=self._jitted(step, (1, 2, 3)),
             arguments=arguments,
-            options=_compiler_options(self._platform, bucket.tokens),
+            options=_compiler_options(self._platform, products=bucket.tokens),
         )
 
     def _draw_program(self, key: Draw) -> Program:
@@ -253,7 +253,7 @@ class ModelRunner:
             name=f"{key} {num_top}",
             function=self._jitted(draw, (1, 3)),
             arguments=arguments,
-            options=_compiler_options(self._platform, key.rows),
+            options=_compiler_options(self._platform, products=0),
         )
 
     def _jitted(self, function: Callable[..., Any], donated: tuple[int, ...]) -> Any:
@@ -384,8 +384,8 @@ class ModelRunner:
         return self._compiled[key]
 
 
-def _compiler_options(platform: str, rows: int) -> dict[str, Any] | None:
-    """XLA's options for code that works on so many rows."""
+def _compiler_options(platform: str, *, products: int) -> dict[str, Any] | None:
+    """XLA's options for code whose matrix products have so many rows; 0: it has none."""
     if platform == "cpu":
         # The time is spent in library matrix products, so that LLVM's dearest passes buy nothing,
         # and they are half of the time to compile.
@@ -395,8 +395,12 @@ def _compiler_options(platform: str, rows: int) -> dict[str, Any] | None:
         "xla_gpu_autotune_level": 2,
         "xla_gpu_force_compilation_parallelism": THREADS_EACH,
     }
-    if rows >= MANY_TOKENS:  # cuBLAS is as fast as anything XLA could generate and choose from
+    if products >= MANY_TOKENS:  # cuBLAS is as fast as anything XLA could generate and choose from
         options["xla_gpu_enable_triton_gemm"] = False
+    if not products:
+        # There are candidates for every fusion, too: a redraw would be compiled as dozens of pieces
+        # before it is as one, and timing would decide in which order the sums behind a draw round.
+        options["xla_gpu_autotune_level"] = 0
     return options
 
 

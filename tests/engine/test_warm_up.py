@@ -8,6 +8,7 @@ from pagedjax.engine.runner import Draw
 from pagedjax.sampling_params import BeamSearchParams, SamplingParams
 from tests.support.tiny_engines import compiles, random_prompts, serve, tiny_engine, tokens_of
 
+KINDS_OF_DRAWS = ((False, False), (True, False), (True, True))  # full, penalties
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
@@ -48,6 +49,21 @@ def test_on_a_gpu_steps_whose_products_are_tried_out_come_first_and_decode_steps
     tried = [(n, True) for n in (128, 64, 32, 16, 8, 1)] + [(128, False)]
     assert steps == [*tried, (512, False), (256, False), (256, True)]
     assert all(isinstance(key, Draw) for key in built[len(steps) :])
+
+
+def test_on_a_gpu_products_are_tried_out_and_redraws_are_compiled_as_they_are(monkeypatch):
+    """A redraw has no products, but dozens of fusions that would be tried out instead."""
+    runner = tiny_engine(max_num_seqs=256, max_num_batched_tokens=256)._runner
+    monkeypatch.setattr(runner, "_platform", "gpu")
+    draws = [Draw(n, full, penalties) for n in (1, 256) for full, penalties in KINDS_OF_DRAWS]
+    levels = {key: runner.program(key).options["xla_gpu_autotune_level"] for key in draws}
+    assert set(levels.values()) == {0}
+    steps = {key: runner.program(key).options for key in Buckets(256, 256, 2, 8, 128)}
+    assert {options["xla_gpu_autotune_level"] for options in steps.values()} == {2}
+    untried = {
+        key.tokens for key, o in steps.items() if o.get("xla_gpu_enable_triton_gemm") is False
+    }
+    assert untried == {256}
 
 
 def test_launching_every_step_with_padding_compiles_nothing_and_changes_no_tokens():
