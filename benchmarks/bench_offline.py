@@ -104,13 +104,14 @@ def serve(
     """
     start = time.perf_counter()
     for index, (shape, prompt) in enumerate(zip(shapes, prompts, strict=True)):
-        engine.add_request(str(index), None, prompt, exact_length(shape.output_len))
+        params = exact_length(shape.output_len)
+        engine.add_request(str(index), None, prompt, params, stream=False)
     generated = [0] * len(shapes)
     watch, before = Watch(engine.stats()), time.perf_counter()
     with settled_heap():
         while engine.has_unfinished():
             for delta in engine.step():
-                generated[int(delta.request_id)] += len(delta.outputs[0].token_ids)
+                generated[int(delta.request_id)] = delta.num_generated_tokens
             now = time.perf_counter()
             watch.look(engine, now - before)
             before = now

@@ -297,7 +297,7 @@ class LLM:
             )
         ]
 
-    def _deltas(self, requests: list[Asked]) -> Deltas:
+    def _deltas(self, requests: list[Asked], *, stream: bool = True) -> Deltas:
         inbox: deque[RequestOutput] = deque()
         live: dict[str, int] = {}
         try:
@@ -305,7 +305,9 @@ class LLM:
                 request_id = next(self._request_ids)
                 try:
                     text, token_ids = tokens(prompt)
-                    self.engine.add_request(request_id, text, token_ids, params, priority=priority)
+                    self.engine.add_request(
+                        request_id, text, token_ids, params, priority=priority, stream=stream
+                    )
                 except ValueError as error:
                     yield index, _refused(request_id, prompt, params, str(error))
                 else:
@@ -360,18 +362,17 @@ class LLM:
     def _collect(self, requests: list[Asked], progress: bool) -> list[RequestOutput]:
         from tqdm import tqdm
 
-        parts: list[list[RequestOutput]] = [[] for _ in requests]
-        started, generated = time.monotonic(), 0
+        outputs: dict[int, RequestOutput] = {}
+        started, before = time.monotonic(), self.engine.stats().generated_tokens
         bar = tqdm(total=len(requests), unit="prompt", disable=not progress)
         with bar, settled_heap():
-            for index, delta in self._deltas(requests):
-                parts[index].append(delta)
-                generated += delta.num_generated_tokens
-                if delta.finished:
-                    rate = generated / max(time.monotonic() - started, 1e-9)
-                    bar.set_postfix_str(f"{rate:.1f} tokens/s", refresh=False)
-                    bar.update()
-        return [RequestOutput.joined(deltas) for deltas in parts]
+            for index, output in self._deltas(requests, stream=False):
+                outputs[index] = output
+                generated = self.engine.stats().generated_tokens - before
+                rate = generated / max(time.monotonic() - started, 1e-9)
+                bar.set_postfix_str(f"{rate:.1f} tokens/s", refresh=False)
+                bar.update()
+        return [outputs[index] for index in range(len(requests))]
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 The engine speaks in *deltas*: each step it emits, for every request with news, a `RequestOutput`
 that holds only what is new since the last one. `RequestOutput.extended` puts two together, so the
 concatenation of all deltas of a request is its whole result. `AsyncLLM.generate` streams the
-deltas; `LLM.generate` returns their sum.
+deltas; `LLM.generate` asks for a single one, when a request has ended, that holds it all.
 
 A frozen dataclass takes a microsecond to make, most of it for getting past its own lock field by
 field, and there are two in every token of every request. `completion_output` and `request_output`

@@ -197,6 +197,11 @@ class TextStream:
             min_tokens=params.min_tokens,
         )
 
+    @property
+    def keeps_stop(self) -> bool:
+        """Whether what stops the text is a part of it."""
+        return self._keep_stop
+
     def push(self, token_ids: Sequence[int]) -> tuple[str, str | None]:
         """Add tokens; returns the text they release and the stop string they completed, if any.
 

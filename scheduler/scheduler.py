@@ -18,6 +18,7 @@ from scheduler.request_checks import check_siblings, checked_prompt
 from scheduler.sequence import NO_ROW, Sequence, Status
 from scheduler.siblings import BeamChoice, is_to_wait, source_of
 from scheduler.step_builder import StepBuilder
+from scheduler.step_update import StepUpdate, take_in
 from scheduler.transfers import SwapCost
 
 MAX_PLANS_IN_FLIGHT = 2
@@ -219,16 +220,12 @@ class Scheduler:
             self._drain(step.ending)
         return plan
 
-    def update(self, plan: StepPlan, token_ids: Int32) -> list[SeqUpdate]:
+    def update(self, plan: StepPlan, token_ids: Int32) -> StepUpdate:
         """Take in the tokens that a plan has sampled.
 
         Args:
             plan: the oldest plan in flight.
             token_ids: int32[plan.num_samples].
-
-        Returns:
-            One entry for each sequence of the plan that has a new token and had not ended; for a
-            beam that has reached its end and waits for `choose_beams`, one without a token.
 
         Raises:
             ValueError: another plan has to come first, or the number of tokens is wrong.
@@ -240,20 +237,19 @@ class Scheduler:
         _, seqs = self._in_flight.popleft()
         if self._deadlines is not None:
             self._deadlines.took(plan, next_began=bool(self._in_flight))
-        tokens: list[int] = token_ids.tolist()
-        rows: list[int] = plan.drawn_rows.tolist()
-        updates: list[SeqUpdate] = []
+        update = take_in(plan, seqs, token_ids.tolist())
         is_caching, is_windowed = self.config.prefix_caching, self.config.window is not None
-        for seq, row in zip(seqs, rows, strict=True):
-            if seq.status is Status.FINISHED:
+        size = self.config.block_size
+        for index in range(len(seqs)) if is_caching or is_windowed else update.ends:
+            seq = seqs[index]
+            if index in update.ends:
+                self._end(seq)
                 continue
-            if row != NO_ROW:
-                updates.append(self._take_in(seq, row, tokens[row]))
-            if is_caching:
+            if is_caching and seq.num_known >= (seq.num_indexed + 1) * size:
                 self.blocks.index_full_blocks(seq)
             if is_windowed:
                 self.blocks.give_up_passed(seq)
-        return updates
+        return update
 
     def choose_beams(self, choices: Iterable[BeamChoice]) -> None:
         """Let beams of one search go on, all at once: each as a copy of one of them, and a token.
@@ -297,24 +293,6 @@ class Scheduler:
             self._queues.wait(seq)
         seq.outputs = was.outputs[:]
         seq.num_known = seq.num_tokens = was.num_known
-
-    def _take_in(self, seq: Sequence, row: int, token: int) -> SeqUpdate:
-        """Append a token, and end the sequence if that was its last; a beam only waits for one."""
-        request, cached = seq.request, seq.num_cached_tokens or 0
-        if request.beam:
-            seq.num_written = seq.num_computed  # no newer plan has it
-            return SeqUpdate(seq.seq_id, request.request_id, (), None, None, cached, row)
-        seq.outputs.append(token)
-        seq.num_known += 1
-        reason = stop_token = None
-        stop = request.stop
-        if token in stop.stop_token_ids and len(seq.outputs) > stop.min_tokens:
-            reason, stop_token = FinishReason.STOP, token
-        elif seq.num_known >= seq.limit:
-            reason = FinishReason.LENGTH
-        if reason is not None:
-            self._end(seq)
-        return SeqUpdate(seq.seq_id, request.request_id, (token,), reason, stop_token, cached, row)
 
     def _make_way(self) -> list[Sequence]:
         """Let waiting sequences run in place of strictly less urgent ones; return the latter."""

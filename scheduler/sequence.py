@@ -50,6 +50,7 @@ class Sequence:
         prompt_len: its length.
         outputs: generated tokens that are known, int32.
         limit: most tokens it may have, prompt included.
+        stop_token_ids: those of its request.
         num_known: prompt and output tokens that are known.
         num_tokens: tokens it has, known or not.
         pending_row: sample row of the newest pending token in its plan.
@@ -110,6 +111,7 @@ class Sequence:
         "seq_id",
         "siblings",
         "status",
+        "stop_token_ids",
         "tail_shared",
     )
 
@@ -120,6 +122,7 @@ class Sequence:
         self.prompt_len = len(prompt)
         self.outputs = array("i")
         self.limit = min(len(prompt) + request.stop.max_tokens, max_seq_len)
+        self.stop_token_ids = request.stop.stop_token_ids
         self.num_known = self.num_tokens = len(prompt)
         self.pending_row = NO_ROW
         self.num_computed = 0

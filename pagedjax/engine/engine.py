@@ -32,11 +32,12 @@ from pagedjax.engine.scheduler_options import scheduler_config
 from pagedjax.engine.snapshot import restore_snapshot, save_snapshot
 from pagedjax.engine.stats import EngineStats
 from pagedjax.engine.step_memory import planned_step_bytes
+from pagedjax.engine.telling import tell
 from pagedjax.models.params import Params
 from pagedjax.outputs import RequestOutput, Timings
 from pagedjax.sampling_params import BeamSearchParams, SamplingParams
 from pagedjax.tokenizer import TextStream, Tokenizer
-from scheduler import MAX_PLANS_IN_FLIGHT, FinishReason, Request, Scheduler, StepPlan, StopRules
+from scheduler import MAX_PLANS_IN_FLIGHT, Request, Scheduler, StepPlan, StopRules
 from scheduler.block_map import BlockMap, block_map
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ class Engine:
         params: SamplingParams | BeamSearchParams,
         *,
         priority: int = 0,
+        stream: bool = True,
     ) -> None:
         """Queue a request; `step` brings its outputs.
 
@@ -162,6 +164,7 @@ class Engine:
             params: how to sample or search, and when to stop.
             priority: requests with a lower value are served earlier, and strictly lower ones take
                 the places of running ones; of equal ones, the first to come is served first.
+            stream: whether each step brings what is new, or the last one all there is.
 
         Raises:
             ValueError: the request can not be served; nothing has been queued.
@@ -187,6 +190,7 @@ class Engine:
             params=params,
             priority=int(priority),
             timings=Timings(arrived=time.monotonic()),
+            is_streamed=stream,
         )
         stop = StopRules(
             max_tokens=params.max_tokens or self.max_model_len,
@@ -251,8 +255,7 @@ class Engine:
             if completion.finish_reason is None:
                 self._scheduler.abort(completion.key)
                 self._end(live, completion)
-                held = completion.text.flush() if completion.text is not None else ""
-                completion.tell(held, (), None, "abort")
+                completion.end("abort")
         self._note(live)
 
     def wait(self) -> None:
@@ -286,7 +289,7 @@ class Engine:
         elif done is None and self._in_flight:
             done = self._read_oldest()
         if done is not None:
-            self._tell(done)
+            tell(self, done)
         self._blocks_peak = max(self._blocks_peak, self._scheduler.num_used_blocks)
         deltas = [live.take_delta() for live in self._news.values()]
         self._news.clear()
@@ -374,68 +377,17 @@ class Engine:
             bucket, packed, draws.sampling, full=draws.full, penalties=draws.penalties
         )
         self._steps += 1
-        return InFlight(plan, bucket, samples, draws.targets, now, time.monotonic())
+        return InFlight(plan, members, bucket, samples, draws.targets, now, time.monotonic())
 
     def _read_oldest(self) -> Done:
         """Wait for the oldest step, and let the scheduler know its tokens."""
         step = self._in_flight.popleft()
         samples = HostSamples.read(step.samples)
         now = time.monotonic()
-        updates = self._scheduler.update(step.plan, samples.token_ids[: step.plan.num_samples])
+        update = self._scheduler.update(step.plan, samples.token_ids[: step.plan.num_samples])
         if self._pace is not None and self._in_flight:
             self._pace.read(step, self._in_flight[0], now)
-        return Done(step, samples, updates, now)
-
-    def _tell(self, done: Done) -> None:
-        """Tell the requests what a step has brought."""
-        step, samples = done.step, done.samples
-        for target in step.targets:
-            live, num_top = target.request, target.request.params.prompt_logprobs
-            if self._live.get(live.request_id) is live and num_top is not None:
-                live.tell_prompt(samples.logprobs_at(target.row, target.token_id, num_top))
-                self._note(live)
-        for update in done.updates:
-            live, completion = self._by_key[update.request_id]
-            if live.timings.first_token is None:
-                live.stamp(first_token=done.time)
-                live.num_cached_tokens = update.num_cached_tokens
-                live.begin_prompt_news()
-            if live.beams is not None:
-                self._tell_beam(live, live.beams, completion, samples, update.sample_row)
-                continue
-            logprobs, num_top = None, live.params.logprobs
-            if num_top is not None:
-                token = update.new_token_ids[-1]
-                logprobs = (samples.logprobs_at(update.sample_row, token, num_top),)
-            if completion.tell_update(update, live.params, logprobs):
-                self._scheduler.finish(completion.key, FinishReason.STOP)
-            self._generated_tokens += len(update.new_token_ids)
-            if completion.finish_reason is not None:
-                self._end(live, completion)
-            self._note(live)
-
-    def _tell_beam(
-        self,
-        live: LiveRequest,
-        search: BeamSearch,
-        beam: Completion,
-        samples: HostSamples,
-        row: int,
-    ) -> None:
-        """Let a search know how a beam can go on; it does, or ends, once all have been heard."""
-        assert samples.top_ids is not None and samples.top_logprobs is not None
-        if not search.report(beam.key, samples.top_ids[row], samples.top_logprobs[row]):
-            return
-        choices = search.advance()
-        if choices:
-            self._scheduler.choose_beams(choices)
-            return
-        for completion, result in zip(live.completions, search.results, strict=True):
-            self._scheduler.finish(completion.key, FinishReason.STOP)
-            self._end(live, completion)
-            completion.tell_result(result, search.is_stopped(result))
-            self._generated_tokens += len(result.token_ids)
-        self._note(live)
+        return Done(step, samples, update, now)
 
     def _note(self, live: LiveRequest) -> None:
         self._news[live.request_id] = live

@@ -7,9 +7,9 @@ from typing import Any
 
 from pagedjax.engine.buckets import Bucket
 from pagedjax.engine.logprobs import HostSamples
-from pagedjax.engine.requests import PromptTarget
+from pagedjax.engine.requests import Completion, LiveRequest, PromptTarget
 from pagedjax.engine.sampler import SampleOutputs
-from scheduler import SeqUpdate, StepPlan
+from scheduler import StepPlan, StepUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,7 @@ class InFlight:
 
     Attributes:
         plan: what it computes.
+        members: the request and completion of each of its sequences.
         bucket: its sizes.
         samples: its tokens, once it is done.
         targets: prompt tokens whose log-probabilities are wanted.
@@ -26,6 +27,7 @@ class InFlight:
     """
 
     plan: StepPlan
+    members: list[tuple[LiveRequest, Completion]]
     bucket: Bucket
     samples: SampleOutputs
     targets: list[PromptTarget]
@@ -48,5 +50,9 @@ class Done:
 
     step: InFlight
     samples: HostSamples
-    updates: list[SeqUpdate]
+    update: StepUpdate
     time: float
+
+    def row(self, index: int) -> int:
+        """The sample row of a sequence, by its index in the plan."""
+        return int(self.step.plan.drawn_rows[index])

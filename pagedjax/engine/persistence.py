@@ -210,7 +210,7 @@ def outputs_so_far(engine: Engine, state: SchedulerState) -> list[RequestOutput]
             request_id=live.request_id,
             prompt=live.prompt,
             prompt_token_ids=live.prompt_token_ids,
-            outputs=tuple(completion.retell(live.params) for completion in live.completions),
+            outputs=tuple(completion.retell() for completion in live.completions),
             num_cached_tokens=live.num_cached_tokens,
             timings=live.timings,
         )

@@ -18,13 +18,13 @@ from pagedjax.outputs import (
 )
 from pagedjax.sampling_params import SamplingParams
 from pagedjax.tokenizer import TextStream
-from scheduler import FinishReason as StopReason
-from scheduler import SeqUpdate
 
 
 @dataclass(slots=True, kw_only=True)
 class Completion:
     """One of a request's `n` samples: a sequence of the scheduler's.
+
+    News gathers here until a delta takes it, after every step or at the end of the request.
 
     Attributes:
         key: the sequence's name in the scheduler.
@@ -32,9 +32,14 @@ class Completion:
         record: its row in the engine's sampling records.
         text: turns tokens into text; None for an engine without a tokenizer.
         token_ids: all that have been told, int32.
+        num_taken: how many of them deltas have had.
+        logprobs: of those after them, if asked for.
+        num_spoken: how many tokens are in the text, which falls behind where nobody reads it.
+        news: text that no delta has had.
         finish_reason: None while it goes on.
         stop_reason: as in `CompletionOutput`.
-        news: what has come since the last delta.
+        score: likewise.
+        end_taken: whether a delta has told of the end.
     """
 
     key: str
@@ -42,94 +47,80 @@ class Completion:
     record: int
     text: TextStream | None
     token_ids: array[int] = field(default_factory=lambda: array("i"))
+    num_taken: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_spoken: int = 0
+    news: str = ""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    news: CompletionOutput | None = None
+    score: float | None = None
+    end_taken: bool = False
 
-    def tell(
-        self,
-        text: str,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[TokenLogprobs, ...] | None,
-        finish_reason: FinishReason | None,
-        stop_reason: int | str | None = None,
-        score: float | None = None,
-    ) -> None:
-        """Add to the news. A completion has news at most once a step, and once at its end."""
-        assert self.news is None
-        for token_id in token_ids:  # mostly one, for which `extend` takes longer
-            self.token_ids.append(token_id)
-        self.finish_reason, self.stop_reason = finish_reason, stop_reason
-        self.news = completion_output(
-            self.index, text, token_ids, logprobs, finish_reason, stop_reason, score
-        )
+    def end(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """Nothing more will come."""
+        self.finish_reason, self.stop_reason = reason, stop_reason
 
-    def tell_update(
-        self,
-        update: SeqUpdate,
-        params: SamplingParams,
-        logprobs: tuple[TokenLogprobs, ...] | None,
-    ) -> bool:
-        """Put new tokens into words.
+    def speak(self) -> None:
+        """Put tokens into words that have not been; a stop string in them ends it.
 
-        Returns:
-            Whether a stop string in them ends what would go on otherwise.
+        A stop token is silent, unless what stops the text is to be part of it.
         """
-        ended, reason = update.finish_reason is not None, update.finish_reason
-        text, stop_string = "", None
-        if self.text is not None:
-            silent = update.stop_token_id is not None and not params.include_stop_str_in_output
-            if not silent:
-                text, stop_string = self.text.push(update.new_token_ids)
+        text = self.text
+        if text is None:
+            return
+        end = len(self.token_ids)
+        if isinstance(self.stop_reason, int) and not text.keeps_stop:
+            end -= 1
+        if end > self.num_spoken:
+            said, stop_string = text.push(self.token_ids[self.num_spoken : end])
+            self.news += said
+            self.num_spoken = end
             if stop_string is not None:
-                reason = StopReason.STOP
-            if reason is not None:
-                text += self.text.flush()
-        self.tell(
-            text,
-            update.new_token_ids,
-            logprobs,
-            reason.value if reason is not None else None,
-            stop_string if stop_string is not None else update.stop_token_id,
-        )
-        return stop_string is not None and not ended
+                self.end("stop", stop_string)
 
-    def retell(self, params: SamplingParams) -> CompletionOutput:
-        """All that has been told, without log-probabilities; a fresh `text` comes to that point."""
-        text, ended = "", self.finish_reason is not None
+    def take(self) -> CompletionOutput | None:
+        """What has come since the last time, or None if nothing has."""
+        start, end = self.num_taken, len(self.token_ids)
+        has_ended = self.finish_reason is not None
+        if start == end and self.end_taken == has_ended:
+            return None
         if self.text is not None:
-            by_token = ended and isinstance(self.stop_reason, int)
-            silent = by_token and not params.include_stop_str_in_output
-            text, _ = self.text.push(self.token_ids[:-1] if silent else self.token_ids)
-            if ended:
-                text += self.text.flush()
-        return CompletionOutput(
-            index=self.index,
-            text=text,
-            token_ids=tuple(self.token_ids),
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
+            self.speak()
+            if has_ended:
+                self.news += self.text.flush()
+        output = completion_output(
+            self.index,
+            self.news,
+            tuple(self.token_ids[start:]),
+            tuple(self.logprobs) if self.logprobs else None,
+            self.finish_reason,
+            self.stop_reason,
+            self.score,
         )
+        self.num_taken, self.news, self.end_taken = end, "", has_ended
+        self.logprobs.clear()
+        return output
+
+    def retell(self) -> CompletionOutput:
+        """What it had told before it was restored, which may be nothing; the next delta follows."""
+        return self.take() or CompletionOutput(index=self.index, text="", token_ids=())
 
     def tell_result(self, result: Hypothesis, stopped: bool) -> None:
         """Tell a whole result of a beam search, which ended by itself or at its length limit."""
-        text, tokens = "", list(result.token_ids)
-        if self.text is not None:
-            text, _ = self.text.push(tokens[:-1] if stopped else tokens)
-            text += self.text.flush()
-        self.tell(
-            text,
-            result.token_ids,
-            None,
-            "stop" if stopped else "length",
-            tokens[-1] if stopped else None,
-            score=result.score,
-        )
+        self.token_ids.extend(result.token_ids)
+        self.score = result.score
+        self.end("stop" if stopped else "length", result.token_ids[-1] if stopped else None)
 
 
 @dataclass(slots=True, kw_only=True)
 class LiveRequest:
-    """A request between `add_request` and its last output; `beams` if it searches."""
+    """A request between `add_request` and its last output; `beams` if it searches.
+
+    Attributes:
+        is_streamed: whether its news is wanted after every step, and not only at its end.
+        is_quiet: whether nobody has to look at its tokens before one of its completions ends.
+        told_first: whether the None of the first prompt token is among the news.
+    """
 
     request_id: str
     prompt: str | None
@@ -141,7 +132,24 @@ class LiveRequest:
     completions: list[Completion] = field(default_factory=list)
     num_cached_tokens: int = 0
     prompt_news: list[TokenLogprobs | None] = field(default_factory=list)
-    told_first: bool = False  # whether the None of the first prompt token is among the news
+    told_first: bool = False
+    is_streamed: bool = True
+    is_quiet: bool = False
+
+    def begin(self, time: float, num_cached_tokens: int) -> None:
+        """Its first token is there."""
+        self.stamp(first_token=time)
+        self.num_cached_tokens = num_cached_tokens
+        self.begin_prompt_news()
+        params = self.params
+        self.is_quiet = not (
+            self.is_streamed or self.beams is not None or params.stop or params.logprobs is not None
+        )
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all its completions have."""
+        return self.timings.finished is not None
 
     def begin_prompt_news(self) -> None:
         """Tell the first prompt token, which nothing predicts, before anything else."""
@@ -165,9 +173,9 @@ class LiveRequest:
         news: list[CompletionOutput] = []
         finished = True
         for completion in self.completions:
-            if completion.news is not None:
-                news.append(completion.news)
-                completion.news = None
+            output = completion.take()
+            if output is not None:
+                news.append(output)
             if completion.finish_reason is None:
                 finished = False
         if not news and not self.prompt_news:

@@ -239,9 +239,9 @@ def test_waste_is_the_share_of_allocated_positions_without_a_token(monkeypatch):
 
 def test_an_output_of_another_length_is_no_measurement():
     class Short(Engine):
-        def add_request(self, request_id, prompt, prompt_token_ids, params, *, priority=0):
+        def add_request(self, request_id, prompt, prompt_token_ids, params, **options):
             fewer = dataclasses.replace(params, max_tokens=2)
-            super().add_request(request_id, prompt, prompt_token_ids, fewer, priority=priority)
+            super().add_request(request_id, prompt, prompt_token_ids, fewer, **options)
 
     config = EngineConfig(
         dtype="float32", num_blocks=6, max_num_seqs=2, max_num_batched_tokens=32,

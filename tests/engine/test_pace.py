@@ -46,7 +46,7 @@ class Tokens:
 
 def step(bucket, *, launched=0.0, launch_s=0.001, done=float("inf")):
     """A step of which only the times and the size are known."""
-    return InFlight(None, bucket, Tokens(done), [], launched - launch_s, launched)
+    return InFlight(None, None, bucket, Tokens(done), [], launched - launch_s, launched)
 
 
 def done_after(paced, clock, bucket, seconds, running):

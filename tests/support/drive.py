@@ -328,7 +328,7 @@ class Driver:
         """Take in the tokens of all plans but the newest `keep`; beams go on."""
         while len(self._unread) > keep:
             unread, tokens = self._unread.popleft()
-            updates = self.scheduler.update(unread, tokens)
+            updates = self.scheduler.update(unread, tokens).seqs
             rows = {s.seq_id: s.sample_row for s in unread.seqs}
             self._take_in([u for u in updates if u.request_id not in self.searches])
             for update in updates:

@@ -67,8 +67,9 @@ class EchoEngine:
         self.priorities = []
         self._live = {}
         self._last_words = []
+        self._held = {}  # deltas so far, of requests that are not streamed
 
-    def add_request(self, request_id, prompt, prompt_token_ids, params, *, priority=0):
+    def add_request(self, request_id, prompt, prompt_token_ids, params, *, priority=0, stream=True):
         if request_id in self._live:
             raise ValueError(f"request id {request_id!r} is in use")
         if not prompt_token_ids:
@@ -84,8 +85,10 @@ class EchoEngine:
             prompt_token_ids=tuple(prompt_token_ids),
             timings=Timings(arrived=time.monotonic()),
         )
-        stream = TextStream.for_params(self.tokenizer, params)
-        self._live[request_id] = (request, params, stream, [])
+        text = TextStream.for_params(self.tokenizer, params)
+        self._live[request_id] = (request, params, text, [])
+        if not stream:
+            self._held[request_id] = []
 
     def abort(self, request_id):
         self.aborted.append(request_id)
@@ -116,7 +119,14 @@ class EchoEngine:
                 text += stream.flush()
                 del self._live[request_id]
             deltas.append(self._delta(request, text, (token,), reason, stopped_by))
-        return deltas
+        return [delta for delta in map(self._held_back, deltas) if delta is not None]
+
+    def _held_back(self, delta):
+        """The delta, or of a request that is not streamed all of them once it has finished."""
+        if delta.request_id not in self._held:
+            return delta
+        self._held[delta.request_id].append(delta)
+        return RequestOutput.joined(self._held.pop(delta.request_id)) if delta.finished else None
 
     def stats(self):
         return stats_of(steps=self.steps, num_running=len(self._live), blocks_total=1)
