@@ -17,7 +17,7 @@ from scheduler.request import FinishReason, Request
 from scheduler.request_checks import check_siblings, checked_prompt
 from scheduler.sequence import NO_ROW, Sequence, Status
 from scheduler.siblings import BeamChoice, is_to_wait, source_of
-from scheduler.step_builder import StepBuilder
+from scheduler.step_builder import NOBODY, StepBuilder
 from scheduler.step_update import StepUpdate, take_in
 from scheduler.transfers import SwapCost
 
@@ -83,6 +83,7 @@ class Scheduler:
         self._by_request_id: dict[str, Sequence] = {}
         self._queues = Queues()
         self._in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
+        self._roster = NOBODY  # of the newest plan
         self._num_preemptions = self._num_swaps = 0
 
     @property
@@ -214,9 +215,10 @@ class Scheduler:
             while step.is_empty and running and not self._in_flight and self._wanting():
                 preempted.append(self._preempt_last())
                 self._admit_waiting(step)
-        plan = step.build(self.blocks, preempted)
+        self._roster = step.roster(self._roster)
+        plan = step.build(self._roster, self.blocks, preempted)
         if plan is not None:
-            self._in_flight.append((plan, step.seqs))
+            self._in_flight.append((plan, self._roster.seqs))
             self._drain(step.ending)
         return plan
 
@@ -316,7 +318,7 @@ class Scheduler:
         preempted: list[Sequence] = []
         running = self._queues.running
         index = 0
-        while index < len(running):
+        while (index := step.add_decodes(running, index)) < len(running):
             seq = running[index]
             if seq.held or (self._deadlines is not None and is_chunk(seq)):
                 index += 1

@@ -51,6 +51,7 @@ class Sequence:
         outputs: generated tokens that are known, int32.
         limit: most tokens it may have, prompt included.
         stop_token_ids: those of its request.
+        is_beam: likewise.
         num_known: prompt and output tokens that are known.
         num_tokens: tokens it has, known or not.
         pending_row: sample row of the newest pending token in its plan.
@@ -89,6 +90,7 @@ class Sequence:
         "coming",
         "epoch",
         "held",
+        "is_beam",
         "limit",
         "num_cached_tokens",
         "num_computed",
@@ -123,6 +125,7 @@ class Sequence:
         self.outputs = array("i")
         self.limit = min(len(prompt) + request.stop.max_tokens, max_seq_len)
         self.stop_token_ids = request.stop.stop_token_ids
+        self.is_beam = request.beam
         self.num_known = self.num_tokens = len(prompt)
         self.pending_row = NO_ROW
         self.num_computed = 0
