@@ -76,14 +76,15 @@ class Watch:
 
     def look(self, engine: Engine, step_s: float) -> None:
         """Take in the state after a step that took so long."""
-        stats = engine.stats()
-        if len(self.step_s) % WASTE_EVERY == 0 and stats.blocks_used:
-            owners = [seq for seq in engine._scheduler.sequences() if seq.blocks]
+        scheduler = engine._scheduler  # `Engine.stats` would cost time in every step
+        used = scheduler.num_used_blocks
+        if used and len(self.step_s) % WASTE_EVERY == 0:
+            owners = [seq for seq in scheduler.sequences() if seq.blocks]
             self.slots.append(sum(seq.capacity for seq in owners))
             self.unused.append(sum(seq.capacity - seq.num_computed for seq in owners))
         self.step_s.append(step_s)
-        self.busy.append(stats.block_utilisation)
-        self.running = max(self.running, stats.num_running)
+        self.busy.append(used / (used + scheduler.num_free_blocks))
+        self.running = max(self.running, scheduler.num_running)
 
     def mean_utilisation(self) -> float:
         """Share of the pool in use, averaged over time."""

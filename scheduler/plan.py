@@ -119,6 +119,8 @@ class StepPlan:
 
     def sample_rows(self) -> Int32:
         """Token of the step at which each sample row reads its logits, int32[num_samples]."""
+        if self.num_decodes == self.num_seqs:  # each token is sampled
+            return np.arange(self.num_samples, dtype=np.int32)
         ends = self.query_start()[1:]
         shift = ends - _offsets(self.sample_counts)[1:]
         return np.arange(self.num_samples, dtype=np.int32) + np.repeat(shift, self.sample_counts)

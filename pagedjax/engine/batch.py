@@ -21,8 +21,9 @@ from scheduler import StepPlan
 
 def sampled_positions(plan: StepPlan) -> np.ndarray:
     """Position of the token that each sampled row draws or predicts, int32[num_samples]."""
-    shift = plan.starts - plan.query_start()[:-1]
-    return plan.sample_rows() + np.repeat(shift, plan.sample_counts) + 1
+    ends = np.cumsum(plan.sample_counts, dtype=np.int32)
+    first = plan.seq_lens() + 1 - ends  # the position that row 0 would have, were it the sequence's
+    return np.arange(plan.num_samples, dtype=np.int32) + np.repeat(first, plan.sample_counts)
 
 
 def pack_inputs(plan: StepPlan, layout: StepLayout, tables: TableChanges) -> np.ndarray:
@@ -41,7 +42,7 @@ def pack_inputs(plan: StepPlan, layout: StepLayout, tables: TableChanges) -> np.
     view["table_edits"][:] = padded_edits(tables.edits, layout.max_edits)
     view["starts"][:seqs] = plan.starts
     view["feed_rows"][:seqs] = plan.feed_rows
-    view["query_start"][: seqs + 1] = plan.query_start()
+    view["query_start"][1 : seqs + 1] = np.cumsum(plan.counts)
     view["query_start"][seqs + 1 :] = plan.num_tokens  # padding sequences own no token
     view["sample_rows"][: plan.num_samples] = plan.sample_rows()
     return layout.sealed(packed)

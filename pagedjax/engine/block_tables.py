@@ -41,23 +41,28 @@ class TableMirror:
         self._tables = np.zeros((max_seqs, max_blocks), np.int32)
         self._rows: dict[int, int] = {}  # by sequence
         self._free = list(range(max_seqs - 1, -1, -1))
+        self._latest: tuple[list[int], np.ndarray] = [], np.zeros(0, np.int32)
+        self._columns = np.arange(max_blocks)
 
     def changes(self, plan: StepPlan) -> TableChanges:
         """Rows and edits for a plan; they count as sent from now on.
 
         Only entries that the step looks at are compared: a sequence's blocks up to its last token.
         """
-        rows = np.array(self._rows_of(plan.seq_ids), np.int32)
+        seq_ids, rows = self._latest
+        if plan.seq_ids is not seq_ids:  # most steps are of the same sequences as the one before
+            rows = np.array(self._rows_of(plan.seq_ids), np.int32)
+            self._latest = plan.seq_ids, rows
         used = -(-plan.seq_lens() // self._block_size)
         width = int(used.max(initial=0))
         wanted = plan.block_tables[:, :width]
-        differing = np.flatnonzero(wanted != self._tables[rows, :width])
-        seqs, columns = np.divmod(differing, width)
-        looked_at = columns < used[seqs]
-        seqs, columns = seqs[looked_at], columns[looked_at]
-        blocks = wanted[seqs, columns]
-        self._tables[rows[seqs], columns] = blocks
-        edits = np.stack([rows[seqs], columns, blocks], axis=1).astype(np.int32)
+        differing = wanted != self._tables[rows, :width]
+        differing &= self._columns[:width] < used[:, None]
+        seqs, columns = differing.nonzero()
+        edits = np.empty((len(seqs), 3), np.int32)
+        edits[:, 0] = edited = rows[seqs]
+        edits[:, 1] = columns
+        edits[:, 2] = self._tables[edited, columns] = wanted[seqs, columns]
         return TableChanges(rows, edits)
 
     def _rows_of(self, seq_ids: list[int]) -> list[int]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from pagedjax.engine.batch import pack_sampling, sampled_positions
+from pagedjax.engine.in_flight import Members
 from pagedjax.engine.penalties import SeenOwners
-from pagedjax.engine.requests import Completion, LiveRequest, PromptTarget
+from pagedjax.engine.requests import PromptTarget
 from pagedjax.engine.sampling_records import SamplingRecords
 from pagedjax.engine.step_inputs import SamplingLayout
 from scheduler import StepPlan
@@ -28,16 +29,16 @@ class Draws:
         targets: rows that report on prompt tokens.
     """
 
-    sampling: np.ndarray | None
-    full: bool
-    penalties: bool
-    reset: tuple[np.ndarray, np.ndarray] | None
-    targets: list[PromptTarget]
+    sampling: np.ndarray | None = None
+    full: bool = False
+    penalties: bool = False
+    reset: tuple[np.ndarray, np.ndarray] | None = None
+    targets: list[PromptTarget] = field(default_factory=list)
 
 
 def plan_draws(
     plan: StepPlan,
-    members: Sequence[tuple[LiveRequest, Completion]],
+    members: Members,
     table: SamplingRecords,
     *,
     num_rows: int,
@@ -49,7 +50,7 @@ def plan_draws(
 
     Args:
         plan: what the step computes.
-        members: the request and completion of each sequence of the plan.
+        members: who is in the plan.
         table: the sampling records.
         num_rows: rows of the compiled draw.
         seen: who has which row of the counts that penalties go by; changed here.
@@ -57,14 +58,16 @@ def plan_draws(
         known_tokens: `Scheduler.known_tokens`.
     """
     positions = sampled_positions(plan)
-    owners = np.repeat(np.arange(len(members)), plan.sample_counts)
-    rows = np.array([completion.record for _, completion in members], np.int64)
-    records = table.gather(rows[owners], positions)
+    owners = np.repeat(np.arange(plan.num_seqs), plan.sample_counts)
+    rows = members.records[owners]
+    if table.are_plain(rows, positions):
+        return Draws()
+    records = table.gather(rows, positions)
     targets = [
-        PromptTarget(members[owners[row]][0], int(row), int(positions[row]))
+        PromptTarget(members.pairs[owners[row]][0], int(row), int(positions[row]))
         for row in np.flatnonzero(positions < records["prompt_len"])
     ]
-    sampling = reset = None
+    reset = None
     penalized = owners[records["penalized"]]  # each sequence once: the last of its rows
     if len(penalized):
         reset = seen.take(
@@ -72,11 +75,10 @@ def plan_draws(
             np.array(plan.seq_ids, np.int64)[penalized],
             lambda index: known_tokens(plan.request_ids[penalized[index]]),
         )
-    if not records["plain"].all():
-        layout = SamplingLayout(num_rows, penalties=reset is not None)
-        sampling = pack_sampling(
-            layout, records, targets, positions=positions, seen_rows=seen_rows[owners]
-        )
+    layout = SamplingLayout(num_rows, penalties=reset is not None)
+    sampling = pack_sampling(
+        layout, records, targets, positions=positions, seen_rows=seen_rows[owners]
+    )
     wanted = records["reports"] | records["filtered"] | records["penalized"]
     return Draws(
         sampling=sampling,

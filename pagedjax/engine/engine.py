@@ -10,13 +10,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from pagedjax.config import EngineConfig
 from pagedjax.engine.batch import pack_inputs
 from pagedjax.engine.beam_search import BeamSearch, num_candidates
 from pagedjax.engine.block_tables import TableMirror
 from pagedjax.engine.compilation_cache import enable_compilation_cache
 from pagedjax.engine.draws import plan_draws
-from pagedjax.engine.in_flight import Done, InFlight
+from pagedjax.engine.in_flight import Done, InFlight, Members
 from pagedjax.engine.kv_pool import blocks_that_fit, keeps_keys, kv_spec, value_dtype
 from pagedjax.engine.kv_scales import KVScales, calibrate, default_sequences, scales_for
 from pagedjax.engine.logprobs import HostSamples
@@ -95,6 +97,7 @@ class Engine:
         self._live: dict[str, LiveRequest] = {}
         self._by_key: dict[str, tuple[LiveRequest, Completion]] = {}
         self._in_flight: deque[InFlight] = deque()
+        self._members = Members([], [], np.zeros(0, np.int64))  # of the newest step
         self._pace = Pace() if config.ttft_target_s else None
         self._news: dict[str, LiveRequest] = {}  # an ordered set: requests with a delta to take
         self._seeds = random.Random(config.seed)
@@ -351,10 +354,7 @@ class Engine:
 
     def _launch(self, plan: StepPlan) -> InFlight:
         now = time.monotonic()
-        members = [self._by_key[request_id] for request_id in plan.request_ids]
-        for live, _ in members:
-            if live.timings.scheduled is None:
-                live.stamp(scheduled=now)
+        members = self._members = self._members_of(plan, now)
         bucket = self._runner.buckets.fit(tokens=plan.num_tokens, seqs=plan.num_seqs)
         layout = self._runner.layout(bucket)
         tables = self._tables.changes(plan)
@@ -378,6 +378,17 @@ class Engine:
         )
         self._steps += 1
         return InFlight(plan, members, bucket, samples, draws.targets, now, time.monotonic())
+
+    def _members_of(self, plan: StepPlan, now: float) -> Members:
+        """The requests in a plan; the very same object for the same sequences as in the last."""
+        if plan.request_ids is self._members.request_ids:
+            return self._members
+        pairs = [self._by_key[request_id] for request_id in plan.request_ids]
+        for live, _ in pairs:
+            if live.timings.scheduled is None:
+                live.stamp(scheduled=now)
+        records = np.array([completion.record for _, completion in pairs], np.int64)
+        return Members(plan.request_ids, pairs, records)
 
     def _read_oldest(self) -> Done:
         """Wait for the oldest step, and let the scheduler know its tokens."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from pagedjax.engine.buckets import Bucket
 from pagedjax.engine.logprobs import HostSamples
@@ -12,13 +14,27 @@ from pagedjax.engine.sampler import SampleOutputs
 from scheduler import StepPlan, StepUpdate
 
 
+class Members(NamedTuple):
+    """The requests in a step.
+
+    Attributes:
+        request_ids: `StepPlan.request_ids`.
+        pairs: the request and the completion of each sequence.
+        records: int64[seqs], its row in the sampling records.
+    """
+
+    request_ids: list[str]
+    pairs: list[tuple[LiveRequest, Completion]]
+    records: np.ndarray
+
+
 @dataclass(frozen=True, slots=True)
 class InFlight:
     """A step that was launched and whose tokens have not been read.
 
     Attributes:
         plan: what it computes.
-        members: the request and completion of each of its sequences.
+        members: the requests in it.
         bucket: its sizes.
         samples: its tokens, once it is done.
         targets: prompt tokens whose log-probabilities are wanted.
@@ -27,7 +43,7 @@ class InFlight:
     """
 
     plan: StepPlan
-    members: list[tuple[LiveRequest, Completion]]
+    members: Members
     bucket: Bucket
     samples: SampleOutputs
     targets: list[PromptTarget]

@@ -9,6 +9,7 @@ from pagedjax.engine.step_inputs import MAX_BANNED_IDS, PENALTIES
 from pagedjax.sampling_params import SamplingParams
 
 NO_ID = np.iinfo(np.int32).max  # beyond every vocabulary, so that banning it does nothing
+NEVER = np.iinfo(np.int32).max  # beyond every position
 MIN_TOP_P = np.finfo(np.float32).tiny  # anything smaller may round to 0, which keeps no token
 
 RECORD = np.dtype(
@@ -25,7 +26,7 @@ RECORD = np.dtype(
         *((name, np.float32) for name in PENALTIES),
         ("penalized", np.bool_),  # one of them is not neutral
         ("filtered", np.bool_),  # top_k, top_p or min_p leave something out
-        ("plain", np.bool_),  # greedy, and no log-probabilities wanted at all
+        ("plain_from", np.int32),  # position from which on the argmax is all that is wanted
         ("stop_ids", np.int32, (MAX_BANNED_IDS,)),
     ]
 )
@@ -78,7 +79,8 @@ class SamplingRecords:
             record[name] = getattr(params, name)
         record["penalized"] = params.is_penalized
         unreported = params.logprobs is None and params.prompt_logprobs is None
-        record["plain"] = greedy and unreported and not params.is_penalized
+        is_plain = greedy and unreported and not params.is_penalized
+        record["plain_from"] = prompt_len + params.min_tokens if is_plain else NEVER
         record["stop_ids"] = NO_ID
         if params.min_tokens:
             record["stop_ids"][: len(stop_ids)] = sorted(stop_ids)
@@ -91,6 +93,10 @@ class SamplingRecords:
     def remove(self, row: int) -> None:
         """Give a row back."""
         self._free.append(row)
+
+    def are_plain(self, rows: np.ndarray, positions: np.ndarray) -> bool:
+        """Whether the argmax is all that is wanted of a step; arguments as for `gather`."""
+        return bool((self._table["plain_from"][rows] <= positions).all())
 
     def gather(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Records of the sampled rows of a step.
@@ -106,6 +112,5 @@ class SamplingRecords:
         records = self._table[rows]
         reached = positions - records["prompt_len"] >= records["min_tokens"]
         records["stop_ids"][reached] = NO_ID
-        records["plain"] &= reached
         records["penalized"] &= positions >= records["prompt_len"]
         return records

@@ -9,6 +9,7 @@ of handing slices of the argument to its kernels. The argument has another addre
 and every node of a captured CUDA graph that reads it has to be updated then: now that is one.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -121,24 +122,16 @@ class PackedLayout:
         """Name, shape and dtype (`np.int32` or `np.float32`), in packed order."""
         raise NotImplementedError
 
-    def _places(self) -> Iterator[tuple[str, slice, tuple[int, ...], type]]:
-        at = 0
-        for name, shape, dtype in self.fields():
-            length = math.prod(shape)
-            yield name, slice(at, at + length), shape, dtype
-            at += -(-length // ALIGNMENT) * ALIGNMENT
-
     @property
     def size(self) -> int:
         """Length of the vector."""
-        *_, (_, last, _, _) = self._places()
-        return last.stop
+        return _places(self)[-1][1].stop
 
     def views(self, packed: np.ndarray) -> dict[str, np.ndarray]:
         """Writable views into the host's vector, by field name; `sealed` before it travels."""
         return {
             name: packed[place].view(dtype).reshape(shape)
-            for name, place, shape, dtype in self._places()
+            for name, place, shape, dtype in _places(self)
         }
 
     @staticmethod
@@ -150,12 +143,24 @@ class PackedLayout:
         """The fields inside compiled code, from a sealed vector."""
         packed = ~packed
         arrays = {}
-        for name, place, shape, dtype in self._places():
+        for name, place, shape, dtype in _places(self):
             part = packed[place].reshape(shape)
             if dtype is np.float32:
                 part = jax.lax.bitcast_convert_type(part, jnp.float32)
             arrays[name] = part
         return arrays
+
+
+@functools.cache  # worked out once for each of the few layouts, not in every step
+def _places(layout: PackedLayout) -> tuple[tuple[str, slice, tuple[int, ...], type], ...]:
+    """Name, place, shape and dtype of each field."""
+    places: list[tuple[str, slice, tuple[int, ...], type]] = []
+    at = 0
+    for name, shape, dtype in layout.fields():
+        length = math.prod(shape)
+        places.append((name, slice(at, at + length), shape, dtype))
+        at += -(-length // ALIGNMENT) * ALIGNMENT
+    return tuple(places)
 
 
 @dataclass(frozen=True, slots=True)

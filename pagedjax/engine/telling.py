@@ -28,7 +28,7 @@ def tell(engine: Engine, done: Done) -> None:
             live.tell_prompt(samples.logprobs_at(target.row, target.token_id, num_top))
             if live.is_streamed:
                 engine._note(live)
-    members, ends = step.members, update.ends
+    members, ends = step.members.pairs, update.ends
     for index, token in zip(update.indices, update.token_ids, strict=True):
         live, completion = members[index]
         completion.token_ids.append(token)
