@@ -24,6 +24,14 @@ def add_rms_norm(
     x: jax.Array, delta: jax.Array, scale: jax.Array, eps: float, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.add_rms_norm`; its gradient is that of the XLA version."""
+    return _launch(x, delta, scale, eps, interpret)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _launch(
+    x: jax.Array, delta: jax.Array, scale: jax.Array, eps: float, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Jitted, so that the norms of a program that are alike are traced and lowered once."""
     rows, dim = x.shape
     whole = pl.BlockSpec(memory_space=pl.ANY)
     like_x = jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -27,6 +27,7 @@ from jax import lax
 
 from pallas_kernels.decode_mosaic_stages import Problem, aligned, consume, produce
 from pallas_kernels.decode_plan import DecodePlan, plan_decode
+from pallas_kernels.lowered_once import lowered_once
 from pallas_kernels.mosaic_registers import in_key_order
 from pallas_kernels.tuning import MOSAIC_SUMS, DecodeConfig, decode_config
 
@@ -75,7 +76,9 @@ def paged_decode_attention(
     planned = plan
     if planned is None:
         planned = plan_decode(seq_lens, tile=config.tile, parts=parts, window=problem.span)
-    call = _build(problem, q.dtype, compute, kv_pool.dtype, planned.parts.shape[0], interpret)
+    kernel = (problem, q.dtype, compute, kv_pool.dtype, planned.parts.shape[0], interpret)
+    # All steps with prompts have the same one, whatever their number of tokens.
+    call = lowered_once(_build, *kernel) if interpret is None else _build(*kernel)
     rows = _padded_rows(_by_head(q, problem).astype(compute), problem)
     if kv_scales is not None and interpret is None:
         rows = in_key_order(rows)
