@@ -88,9 +88,10 @@ class BlockPool:
         Raises:
             OutOfBlocks: fewer than `count` blocks are free; nothing has changed.
         """
-        if count > self.num_free:
+        short = count - len(self._blank)
+        if short > len(self._cached):
             raise OutOfBlocks(f"asked for {count} blocks, {self.num_free} are free")
-        for _ in range(count - len(self._blank)):
+        for _ in range(short):
             block, _ = self._cached.popitem(last=False)
             self.index.discard(block)
             self._blank.give([block])

@@ -318,7 +318,7 @@ class Scheduler:
         preempted: list[Sequence] = []
         running = self._queues.running
         index = 0
-        while (index := step.add_decodes(running, index)) < len(running):
+        while (index := step.add_decodes(running, index, self.blocks)) < len(running):
             seq = running[index]
             if seq.held or (self._deadlines is not None and is_chunk(seq)):
                 index += 1

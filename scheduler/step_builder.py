@@ -65,11 +65,11 @@ class StepBuilder:
                 count = min(count, unscored - seq.num_computed + self._rows_left)
         return count if count <= self._tokens_left else self._tokens_left
 
-    def add_decodes(self, seqs: list[Sequence], start: int) -> int:
+    def add_decodes(self, seqs: list[Sequence], start: int, blocks: BlockManager) -> int:
         """Plan sequences from `start` on, up to the first that wants a closer look.
 
-        Those before it have one generated token to compute, in a block that they have. Most
-        sequences of most steps are like that, so that this is most of what planning costs.
+        Those before it have one generated token to compute, and a block for it. Most sequences of
+        most steps are like that, so that this is most of what planning costs.
 
         Returns:
             The index of the first that was not planned.
@@ -79,11 +79,9 @@ class StepBuilder:
         while index < end:
             seq = seqs[index]
             position = seq.num_computed
-            if (
-                seq.num_tokens != position + 1
-                or not seq.prompt_len <= position < seq.capacity
-                or seq.is_beam
-            ):
+            if seq.num_tokens != position + 1 or position < seq.prompt_len or seq.is_beam:
+                break
+            if position >= seq.capacity and not blocks.grow(seq, position + 1):
                 break
             self._decode(seq, position)
             index += 1

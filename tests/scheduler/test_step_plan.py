@@ -91,3 +91,23 @@ def test_a_synchronous_loop_knows_every_token():
     driver.run()
     driver.verify()
     assert all((plan.feed_rows == -1).all() for plan in driver.plans)
+
+
+def test_plans_of_the_same_sequences_share_the_lists_that_name_them_and_others_do_not():
+    """Whoever looks something up by these lists may keep it for as long as they are the same."""
+    driver = Driver(SchedulerConfig(num_blocks=40, max_model_len=100, max_prefill_chunk=16))
+    driver.add(request("a", 3, 30), request("b", 20, 10), request("c", 10, 20))
+    for _ in range(5):
+        driver.step()
+    driver.add(request("d", 40, 10))
+    driver.finish("c")
+    driver.run()
+    driver.verify()
+    shared = [
+        (before.seq_ids is plan.seq_ids, before.request_ids is plan.request_ids)
+        for before, plan in zip(driver.plans, driver.plans[1:], strict=False)
+    ]
+    named = [(tuple(plan.seq_ids), tuple(plan.request_ids)) for plan in driver.plans]
+    same = [before == now for before, now in zip(named, named[1:], strict=False)]
+    assert shared == [(is_same, is_same) for is_same in same]
+    assert 4 <= same.count(False) < 0.3 * len(same)
