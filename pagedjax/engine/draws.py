@@ -57,11 +57,12 @@ def plan_draws(
         seen_rows: int32[seqs], the row of each sequence of the plan.
         known_tokens: `Scheduler.known_tokens`.
     """
+    # Of a row that is plain some time only the last token is sampled: no prompt token is reported.
+    if ((plan.seq_lens() >= members.plain_from) | (plan.sample_counts == 0)).all():
+        return Draws()
     positions = sampled_positions(plan)
     owners = np.repeat(np.arange(plan.num_seqs), plan.sample_counts)
     rows = members.records[owners]
-    if table.are_plain(rows, positions):
-        return Draws()
     records = table.gather(rows, positions)
     targets = [
         PromptTarget(members.pairs[owners[row]][0], int(row), int(positions[row]))

@@ -18,7 +18,7 @@ from pagedjax.engine.beam_search import BeamSearch, num_candidates
 from pagedjax.engine.block_tables import TableMirror
 from pagedjax.engine.compilation_cache import enable_compilation_cache
 from pagedjax.engine.draws import plan_draws
-from pagedjax.engine.in_flight import Done, InFlight, Members
+from pagedjax.engine.in_flight import NOBODY, Done, InFlight, Members
 from pagedjax.engine.kv_pool import blocks_that_fit, keeps_keys, kv_spec, value_dtype
 from pagedjax.engine.kv_scales import KVScales, calibrate, default_sequences, scales_for
 from pagedjax.engine.logprobs import HostSamples
@@ -97,7 +97,7 @@ class Engine:
         self._live: dict[str, LiveRequest] = {}
         self._by_key: dict[str, tuple[LiveRequest, Completion]] = {}
         self._in_flight: deque[InFlight] = deque()
-        self._members = Members([], [], np.zeros(0, np.int64))  # of the newest step
+        self._members = NOBODY  # in the newest step
         self._pace = Pace() if config.ttft_target_s else None
         self._news: dict[str, LiveRequest] = {}  # an ordered set: requests with a delta to take
         self._seeds = random.Random(config.seed)
@@ -388,7 +388,7 @@ class Engine:
             if live.timings.scheduled is None:
                 live.stamp(scheduled=now)
         records = np.array([completion.record for _, completion in pairs], np.int64)
-        return Members(plan.request_ids, pairs, records)
+        return Members(plan.request_ids, pairs, records, self._records.plain_from(records))
 
     def _read_oldest(self) -> Done:
         """Wait for the oldest step, and let the scheduler know its tokens."""

@@ -21,11 +21,16 @@ class Members(NamedTuple):
         request_ids: `StepPlan.request_ids`.
         pairs: the request and the completion of each sequence.
         records: int64[seqs], its row in the sampling records.
+        plain_from: int32[seqs], `SamplingRecords.plain_from` of these.
     """
 
     request_ids: list[str]
     pairs: list[tuple[LiveRequest, Completion]]
     records: np.ndarray
+    plain_from: np.ndarray
+
+
+NOBODY = Members([], [], np.zeros(0, np.int64), np.zeros(0, np.int32))
 
 
 @dataclass(frozen=True, slots=True)

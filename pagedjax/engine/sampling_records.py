@@ -94,9 +94,9 @@ class SamplingRecords:
         """Give a row back."""
         self._free.append(row)
 
-    def are_plain(self, rows: np.ndarray, positions: np.ndarray) -> bool:
-        """Whether the argmax is all that is wanted of a step; arguments as for `gather`."""
-        return bool((self._table["plain_from"][rows] <= positions).all())
+    def plain_from(self, rows: np.ndarray) -> np.ndarray:
+        """Position of each row's first token of which the argmax is all that is wanted, int32."""
+        return self._table["plain_from"][rows]
 
     def gather(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Records of the sampled rows of a step.
