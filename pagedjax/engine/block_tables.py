@@ -42,7 +42,7 @@ class TableMirror:
         self._rows: dict[int, int] = {}  # by sequence
         self._free = list(range(max_seqs - 1, -1, -1))
         self._latest: tuple[list[int], np.ndarray] = [], np.zeros(0, np.int32)
-        self._columns = np.arange(max_blocks)
+        self._columns = np.arange(max_blocks, dtype=np.int32)
 
     def changes(self, plan: StepPlan) -> TableChanges:
         """Rows and edits for a plan; they count as sent from now on.
@@ -58,7 +58,7 @@ class TableMirror:
         wanted = plan.block_tables[:, :width]
         differing = wanted != self._tables[rows, :width]
         differing &= self._columns[:width] < used[:, None]
-        seqs, columns = differing.nonzero()
+        seqs, columns = np.divmod(np.flatnonzero(differing), width)  # quicker than `np.nonzero`
         edits = np.empty((len(seqs), 3), np.int32)
         edits[:, 0] = edited = rows[seqs]
         edits[:, 1] = columns
