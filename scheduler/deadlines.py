@@ -4,6 +4,9 @@ In order of arrival, a burst makes everybody late who comes behind its longest p
 many first tokens in time as possible, the prompts are gone through in the order of their deadlines,
 and whenever one would be late, the longest so far is put off: J. M. Moore, "An n job, one machine
 sequencing algorithm for minimizing the number of late jobs", Management Science 15 (1968).
+
+All tokens of a step come when it ends. A deadline is therefore counted in prompt tokens: as many as
+the steps compute that have ended by then. What a step has begun after that helps nobody.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from scheduler.step_builder import StepBuilder
 # what can be computed that is everybody, and the order is that of arrival again.
 PATIENCE = 3
 Clock = Callable[[], float]
-_WEIGHT = 0.2  # of the newest rate in their running mean
+_WEIGHT = 0.2  # of the newest step in a running mean
 
 
 def is_chunk(seq: Sequence) -> bool:
@@ -31,11 +34,41 @@ def is_chunk(seq: Sequence) -> bool:
     return has_room and seq.num_tokens - seq.num_computed > 1
 
 
-class Deadlines:
-    """Orders prompts by what can still be in time, at the rate at which prompts are computed.
+class StepTimes:
+    """How long a step takes by its prompt tokens, measured on the way.
 
-    The rate is measured on the way, from the time between the ends of steps that the device did one
-    right after the other. Before the first of them there is none, and the order is that of arrival.
+    Between a step without any, as decodes alone take it, and one that is mostly prompts, time grows
+    in proportion to them. A running mean is kept of either.
+    """
+
+    def __init__(self) -> None:
+        self._decodes_s = self._tokens = self._mixed_s = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a step of prompts has been seen."""
+        return self._tokens > 0
+
+    def saw(self, prompt_tokens: int, tokens: int, seconds: float) -> None:
+        """Take in that a step with so many tokens, the prompts' among them, has taken so long."""
+        if not prompt_tokens:
+            self._decodes_s += (_WEIGHT if self._decodes_s else 1.0) * (seconds - self._decodes_s)
+        elif 2 * prompt_tokens > tokens:
+            weight = _WEIGHT if self._tokens else 1.0
+            self._tokens += weight * (prompt_tokens - self._tokens)
+            self._mixed_s += weight * (seconds - self._mixed_s)
+
+    def seconds(self, prompt_tokens: int) -> float:
+        """Of a step with so many prompt tokens."""
+        least = min(self._decodes_s, self._mixed_s)
+        return least + (self._mixed_s - least) * prompt_tokens / self._tokens
+
+
+class Deadlines:
+    """Orders prompts by what can still be in time, if steps take as long as they did.
+
+    Their time is that between the ends of steps that the device did one right after the other.
+    Before the first of them with prompts there is none, and the order is that of arrival.
 
     Args:
         target_s: from the arrival of a request to its first token.
@@ -43,12 +76,12 @@ class Deadlines:
 
     Attributes:
         clock: the same.
-        tokens_per_s: prompt tokens computed per second, while prompts are computed.
+        times: what steps take.
     """
 
     def __init__(self, target_s: float, clock: Clock) -> None:
         self.clock = clock
-        self.tokens_per_s = 0.0
+        self.times = StepTimes()
         self._target_s = target_s
         self._began: float | None = None  # the step that ends next; None: the device was idle
         self._put_off: dict[int, int] = {}  # `num_computed` of those that got nothing yet, by id
@@ -61,13 +94,8 @@ class Deadlines:
             next_began: whether the device had the next one already.
         """
         now = self.clock()
-        tokens = int(plan.counts[plan.num_decodes :].sum())
-        # A step of few prompt tokens takes its time for something else.
-        if self._began is not None and now > self._began and 2 * tokens > plan.num_tokens:
-            rate = tokens / (now - self._began)
-            self.tokens_per_s += (_WEIGHT if self.tokens_per_s else 1.0) * (
-                rate - self.tokens_per_s
-            )
+        if self._began is not None and now > self._began:
+            self.times.saw(_prompt_tokens(plan), plan.num_tokens, now - self._began)
         self._began = now if next_began else None
 
     def share_out(
@@ -97,14 +125,16 @@ class Deadlines:
         ]
         before = self._put_off
         self._put_off = {seq.seq_id: before.get(seq.seq_id, seq.num_computed) for seq in left}
-        for seq in self.order(left, ahead):
+        for seq in self.order(left, ahead, step.tokens_left):
             if not step.chunk(seq):
                 break
             if before.get(seq.seq_id) == seq.num_computed and is_chunk(seq):
                 _find_again(seq, blocks)
             step.add(seq, step.chunk(seq))
 
-    def order(self, seqs: Iterable[Sequence], ahead: Iterable[StepPlan]) -> list[Sequence]:
+    def order(
+        self, seqs: Iterable[Sequence], ahead: Iterable[StepPlan], step_tokens: int
+    ) -> list[Sequence]:
         """The order in which sequences are to share the tokens of the next step.
 
         More urgent ones come first; of equal priority, those that have waited for too long or that
@@ -114,45 +144,64 @@ class Deadlines:
         Args:
             seqs: that have something to compute, in the order of service.
             ahead: plans that the device has not finished.
+            step_tokens: prompt tokens that the next step, and each one after it, has room for.
         """
-        if not self.tokens_per_s:
+        if not self.times.is_known or not step_tokens:
             return list(seqs)
         now = self.clock()
         began = now if self._began is None else self._began
-        done = max(now, began + sum(plan.num_tokens for plan in ahead) / self.tokens_per_s)
+        start = max(now, began + sum(self.times.seconds(_prompt_tokens(plan)) for plan in ahead))
+        step_s = self.times.seconds(step_tokens)
         ordered: list[Sequence] = []
+        before = 0  # tokens of those that go first
         for _, group in groupby(seqs, key=lambda seq: seq.request.priority):
             equals = list(group)
             first = [seq for seq in equals if self._is_first(seq, now)]
             rest = [seq for seq in equals if not self._is_first(seq, now)]
-            done += sum(map(self._seconds, first))
-            in_time = self._in_time(rest, done)
+            before += sum(map(_tokens_left, first))
+            due = {
+                seq.seq_id: step_tokens * ((seq.arrived + self._target_s - start) // step_s)
+                for seq in rest
+            }
+            in_time = _in_time(rest, due, before)
             kept = [seq for seq in rest if seq.seq_id in in_time]
             put_off = [seq for seq in rest if seq.seq_id not in in_time]
             ordered += [*first, *kept, *put_off]
-            done += sum(map(self._seconds, rest))
+            before += sum(map(_tokens_left, rest))
         return ordered
 
     def _is_first(self, seq: Sequence, now: float) -> bool:
         return seq.num_known > seq.prompt_len or now - seq.arrived > PATIENCE * self._target_s
 
-    def _seconds(self, seq: Sequence) -> float:
-        """What is left of a sequence to compute."""
-        return (seq.num_tokens - seq.num_computed) / self.tokens_per_s
 
-    def _in_time(self, seqs: AbstractSequence[Sequence], done: float) -> set[int]:
-        """The most of these that can be in time, from the time at which the others are done."""
-        kept: list[tuple[float, int]] = []  # (-seconds, -seq_id), a heap: the longest, latest first
-        start = done
-        for seq in seqs:
-            seconds, deadline = self._seconds(seq), seq.arrived + self._target_s
-            if start + seconds > deadline:  # not even if it were next
-                continue
-            heapq.heappush(kept, (-seconds, -seq.seq_id))
-            done += seconds
-            if done > deadline:
-                done += heapq.heappop(kept)[0]
-        return {-negative for _, negative in kept}
+def _prompt_tokens(plan: StepPlan) -> int:
+    return int(plan.counts[plan.num_decodes :].sum())
+
+
+def _tokens_left(seq: Sequence) -> int:
+    """What is left of a sequence to compute."""
+    return seq.num_tokens - seq.num_computed
+
+
+def _in_time(seqs: AbstractSequence[Sequence], due: dict[int, float], before: int) -> set[int]:
+    """The most of some sequences that can be in time.
+
+    Args:
+        seqs: in the order of their deadlines.
+        due: prompt tokens that are computed by the deadline of each, by `seq_id`.
+        before: tokens that are computed before all of theirs.
+    """
+    kept: list[tuple[int, int]] = []  # (-tokens, -seq_id), a heap: the longest, latest first
+    total = before
+    for seq in seqs:
+        tokens = _tokens_left(seq)
+        if before + tokens > due[seq.seq_id]:  # not even if it were next
+            continue
+        heapq.heappush(kept, (-tokens, -seq.seq_id))
+        total += tokens
+        if total > due[seq.seq_id]:
+            total += heapq.heappop(kept)[0]
+    return {-negative for _, negative in kept}
 
 
 def _find_again(seq: Sequence, blocks: BlockManager) -> None:

@@ -44,6 +44,11 @@ class StepBuilder:
         """Sequences of the step that need no other one."""
 
     @property
+    def tokens_left(self) -> int:
+        """How many tokens may be added."""
+        return self._tokens_left
+
+    @property
     def seqs(self) -> list[Sequence]:
         """The sequences of the step in the order of its plan."""
         return self._decodes + self._chunks

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler import SchedulerConfig
-from scheduler.deadlines import PATIENCE, Deadlines
+from scheduler.deadlines import PATIENCE, Deadlines, StepTimes
 from scheduler.plan import StepPlan
 from scheduler.sequence import Sequence
 from tests.scheduler import test_scheduler_traces, test_tier_traces
@@ -19,6 +21,7 @@ from tests.support.tier_drive import TierDriver
 
 TARGET_S = 1.0
 RATE = 128.0  # prompt tokens per second: sums of times are exact
+STEP = 8  # prompt tokens of a step
 
 
 class Clock:
@@ -53,7 +56,7 @@ def deadlines(now: float = 0.0) -> Deadlines:
     clock = Clock()
     clock.now = now
     made = Deadlines(TARGET_S, clock)
-    made.tokens_per_s = RATE
+    made.times.saw(STEP, STEP, STEP / RATE)
     return made
 
 
@@ -61,12 +64,18 @@ def ids(seqs: list[Sequence]) -> list[int]:
     return [seq.seq_id for seq in seqs]
 
 
+def order(made: Deadlines, seqs: list[Sequence], ahead: Iterable[StepPlan] = ()) -> list[int]:
+    """The ids in the order in which they are served, in steps of `STEP` prompt tokens."""
+    return ids(made.order(seqs, ahead, STEP))
+
+
 def num_in_time(seqs: list[Sequence], now: float) -> int:
     """How many have their first token in time when they are computed one after the other."""
-    count = 0
+    count = tokens = 0
     for seq in seqs:
-        now += seq.num_tokens / RATE
-        count += now <= seq.arrived + TARGET_S
+        tokens += seq.num_tokens
+        ends = now + math.ceil(tokens / STEP) * STEP / RATE
+        count += ends <= seq.arrived + TARGET_S
     return count
 
 
@@ -81,48 +90,74 @@ def test_no_other_order_has_more_first_tokens_in_time(
 ):
     arrived = list(itertools.accumulate(gap / RATE for gap in gaps))[: len(lengths)]
     seqs, now = prompts(*lengths, arrived=tuple(arrived)), arrived[-1] + wait / RATE
-    ordered = deadlines(now).order(seqs, [])
+    ordered = deadlines(now).order(seqs, [], STEP)
     assert sorted(ids(ordered)) == ids(seqs)
     best = max(num_in_time(list(other), now) for other in itertools.permutations(seqs))
     assert num_in_time(ordered, now) == best
 
 
 def test_who_can_be_in_time_is_served_in_order_of_arrival():
-    assert ids(deadlines().order(prompts(30, 10, 20, 40), [])) == [0, 1, 2, 3]
+    assert order(deadlines(), prompts(30, 10, 20, 40)) == [0, 1, 2, 3]
 
 
 def test_the_longest_is_put_off_when_not_all_can_be_in_time():
-    assert ids(deadlines().order(prompts(60, 30, 30, 20), [])) == [1, 2, 3, 0]
+    assert order(deadlines(), prompts(60, 30, 30, 20)) == [1, 2, 3, 0]
+
+
+def test_a_step_that_ends_after_the_deadline_helps_nobody():
+    """16 steps end within the target, 15 of them from half a step on: 121 tokens need 16."""
+    seqs = prompts(61, 60)
+    assert order(deadlines(), seqs) == [0, 1]
+    assert order(deadlines(STEP / RATE / 2), seqs) == [1, 0]
+
+
+def test_steps_with_less_room_for_prompts_compute_fewer_in_time():
+    made, seqs = deadlines(), prompts(60, 40)
+    made.times.saw(0, 3, STEP / RATE / 2)  # decodes take half of the time
+    assert ids(made.order(seqs, [], STEP)) == [0, 1]
+    assert ids(made.order(seqs, [], STEP // 2)) == [1, 0]  # 21 steps, of three quarters of the time
+    assert ids(made.order(seqs, [], 0)) == [0, 1]  # there is nothing to share
 
 
 def test_what_the_device_still_has_to_do_counts():
-    assert ids(deadlines().order(prompts(40, 30), [])) == [0, 1]
-    assert ids(deadlines().order(prompts(40, 30), [plan_of(80, 0)])) == [1, 0]
+    assert order(deadlines(), prompts(40, 30)) == [0, 1]
+    assert order(deadlines(), prompts(40, 30), [plan_of(80, 0)]) == [1, 0]
 
 
 def test_what_the_device_has_done_of_a_step_does_not_count():
-    clock, plan = Clock(), plan_of(80, 0)
-    made = Deadlines(TARGET_S, clock)
+    made, plan = deadlines(), plan_of(80, 0)
     made.took(plan, next_began=True)
-    made.tokens_per_s = RATE
-    assert ids(made.order(prompts(40, 30), [plan])) == [1, 0]
-    clock.now = 0.5
-    assert ids(made.order(prompts(40, 30, arrived=(0.5, 0.5)), [plan])) == [0, 1]
+    assert order(made, prompts(40, 30), [plan]) == [1, 0]
+    made = deadlines(0.5)
+    made.took(plan, next_began=True)
+    made.clock.now = 1.0
+    assert order(made, prompts(40, 30, arrived=(1.0, 1.0)), [plan]) == [0, 1]
 
 
 def test_priorities_come_before_deadlines():
     urgent, others = prompts(90, 90), prompts(10, 10, priority=1)
     for number, seq in enumerate(others, 2):
         seq.seq_id = number
-    assert ids(deadlines().order([*urgent, *others], [])) == [0, 1, 2, 3]
+    assert order(deadlines(), [*urgent, *others]) == [0, 1, 2, 3]
 
 
 def test_who_has_waited_too_long_or_has_had_its_first_token_is_first():
     seqs = prompts(50, 500, 50, 60, arrived=(9.9, 0.0, 9.9, 9.9))
     seqs[3].outputs.append(7)  # it was preempted, and computes its prompt again
     seqs[3].num_known += 1
-    assert ids(deadlines(9.9).order(seqs, []))[:2] == [1, 3]
-    assert ids(deadlines(PATIENCE * TARGET_S).order(seqs, []))[0] == 3
+    assert order(deadlines(9.9), seqs)[:2] == [1, 3]
+    assert order(deadlines(PATIENCE * TARGET_S), seqs)[0] == 3
+
+
+def decodes_of(count: int) -> StepPlan:
+    """The plan of a step that decodes."""
+    config = SchedulerConfig(num_blocks=100, max_model_len=1024, max_num_batched_tokens=512)
+    driver = Driver(config, pipelined=False)
+    driver.add(*[request(f"d{number}", 1, 8) for number in range(count)])
+    driver.step()
+    plan = driver.step()
+    assert plan is not None and plan.num_tokens == plan.num_decodes == count
+    return plan
 
 
 def plan_of(chunk: int, decodes: int) -> StepPlan:
@@ -138,25 +173,46 @@ def plan_of(chunk: int, decodes: int) -> StepPlan:
     return plan
 
 
-def test_the_rate_is_that_of_steps_that_follow_each_other():
+def test_a_step_takes_what_steps_took_that_followed_each_other():
     clock = Clock()
     made = Deadlines(TARGET_S, clock)
-    long, short = plan_of(100, 3), plan_of(2, 3)
+    long, short, decodes = plan_of(100, 3), plan_of(2, 3), decodes_of(3)
     seqs = prompts(60, 30, 30, 20)
-    assert ids(made.order(seqs, [])) == [0, 1, 2, 3]  # none is known yet
+    assert order(made, seqs) == [0, 1, 2, 3]  # none is known yet
     for plan, seconds, next_began in (
         (long, 9.0, True),  # began nobody knows when
         (long, 0.5, True),
-        (short, 7.0, False),  # says nothing of prompts
+        (short, 7.0, True),  # says nothing of prompts
+        (decodes, 0.25, False),
         (long, 5.0, False),  # the device was idle
+        (decodes, 5.0, True),
     ):
         clock.now += seconds
         made.took(plan, next_began=next_began)
-    assert made.tokens_per_s == pytest.approx(200.0)
+    assert [made.times.seconds(n) for n in (0, 50, 100, 200)] == [0.25, 0.375, 0.5, 0.75]
     for _ in range(40):
         clock.now += 1.0
         made.took(long, next_began=True)
-    assert made.tokens_per_s == pytest.approx(100.0, rel=0.01)
+    assert made.times.seconds(100) == pytest.approx(1.0, rel=0.01)
+    assert made.times.seconds(0) == 0.25
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.integers(0, 300), st.integers(0, 300), st.floats(1e-4, 1e2)), min_size=1
+    ),
+    tokens=st.lists(st.integers(0, 5000), min_size=2, max_size=2),
+)
+def test_a_step_with_more_prompt_tokens_is_never_expected_to_be_shorter(
+    steps: list[tuple[int, int, float]], tokens: list[int]
+):
+    times = StepTimes()
+    times.saw(1, 1, 0.01)
+    for prompt, others, seconds in steps:
+        times.saw(prompt, prompt + others, seconds)
+    fewer, more = sorted(tokens)
+    assert 0 <= times.seconds(fewer) <= times.seconds(more)
+    assert times.seconds(1) > 0
 
 
 def burst_driver(target_s: float | None) -> tuple[Driver, Clock]:
