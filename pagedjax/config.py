@@ -59,8 +59,9 @@ class EngineConfig:
             possible are in time, instead of all being served in order of arrival; nobody waits so
             for more than a few times the target. Blocks and places, where they are scarce, are
             still given out in order of arrival. Steps are also planned as late as the device
-            allows (`pagedjax.engine.pace`). None: nobody waits for a first token, as when whole
-            batches are generated.
+            allows (`pagedjax.engine.pace`). Callers see a token some milliseconds after the engine
+            has it, for which a target a little below their bound leaves room. None: nobody waits
+            for a first token, as when whole batches are generated.
         bucket_growth: ratio of neighbouring step sizes that are compiled. None: 2 on a GPU; 4 on a
             CPU, where a compile costs more than its padding.
         prefix_caching: whether finished blocks are kept and found again by later prompts that

@@ -10,7 +10,6 @@ from pagedjax.engine.in_flight import InFlight
 
 _REMEMBERED = 8  # durations of each size of step; the shortest of them is what is counted on
 _MARGIN_S = 2e-3  # besides twice the time that it takes to launch
-_LEAST_S = 5e-3  # less is not worth another turn
 _LOOK_S = 1e-3  # how often to look whether the step is done sooner than foreseen
 
 
@@ -19,7 +18,8 @@ class Pace:
 
     A step that is planned as soon as there is room for it waits behind a whole other one, and a
     request that comes after its plan waits for both. Planned shortly before the device is done
-    with the other one, it keeps the device as busy.
+    with the other one, it keeps the device as busy. Callers hear of the step before in between,
+    not behind a plan and a launch that take longer the more requests there are.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Pace:
 
     def has_time(self) -> bool:
         """Whether the next step is better planned later."""
-        return self._due - time.monotonic() > _LEAST_S
+        return time.monotonic() < self._due
 
     def sleep(self, running: InFlight) -> None:
         """Until the next step has to be planned, or the device has nothing else to do.

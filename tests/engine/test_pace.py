@@ -82,11 +82,14 @@ def test_the_shortest_of_the_last_is_counted_on(clock):
     assert clock.now - began == pytest.approx(0.046)
 
 
-def test_short_steps_are_not_worth_another_turn(clock):
+@pytest.mark.parametrize(("seconds", "has_time"), [(0.0039, False), (0.0041, True)])
+def test_a_step_that_takes_longer_than_a_launch_leaves_time_to_tell_of_the_last(
+    clock, seconds, has_time
+):
     paced = Pace()
     for _ in range(3):
-        done_after(paced, clock, SMALL, 0.008, step(SMALL, launched=100.0))
-    assert not paced.has_time()
+        done_after(paced, clock, SMALL, seconds, step(SMALL, launched=100.0))
+    assert paced.has_time() == has_time  # twice the launch of 1 ms, and a margin of 2 ms
 
 
 def test_time_in_which_the_device_was_idle_is_not_counted(clock):
