@@ -73,7 +73,7 @@ def take_in(plan: StepPlan, seqs: AbstractSequence[Sequence], tokens: list[int])
     beams: list[int] = []
     rows: list[int] = plan.drawn_rows.tolist()
     finished = Status.FINISHED
-    for index, (seq, row) in enumerate(zip(seqs, rows, strict=True)):
+    for index, seq, row in zip(range(len(seqs)), seqs, rows, strict=True):
         if row == NO_ROW or seq.status is finished:
             continue
         if seq.held:

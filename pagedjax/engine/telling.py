@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def tell(engine: Engine, done: Done) -> None:
     """Tell the requests of a step what it has brought, and end those that it ends.
 
-    Of most requests nobody waits for the single token: it is put to the others, and that is all.
+    Of most requests nobody waits for the single token: it joins those before it, and that is all.
 
     Args:
         engine: whose requests they are.
