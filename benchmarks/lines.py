@@ -12,9 +12,9 @@ Lines = dict[tuple[str, ...], Line]  # bench, device, case, and what else tells 
 
 # What tells the lines of one case apart, where one run writes several.
 VARIED = {
-    "serving": ("arrivals", "load", "max_num_batched_tokens", "ttft_target_s"),
+    "serving": ("arrivals", "load", "max_num_seqs", "max_num_batched_tokens", "ttft_target_s"),
     "kv_memory": ("trace",),
-    "offline": ("max_num_batched_tokens", "prefix_caching", "contiguous_blocks"),
+    "offline": ("max_num_batched_tokens", "block_size", "prefix_caching", "contiguous_blocks"),
 }
 BENCHES = (
     "offline", "torch_generate", "torch_continuous", "step", "torch_step", "serving",

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from benchmarks.lines import Line, Lines, beside, of_bench
+from pagedjax import EngineConfig
 
 WIDTH = 110  # of text in the README
 
@@ -42,6 +43,8 @@ def throughput_cell(line: Line | None) -> str:
 def offline_label(line: Line) -> str:
     """The case of a list of requests, and how the engine was set up for it."""
     options = [f"{line['max_num_batched_tokens']:,} a step"]
+    if line["block_size"] != EngineConfig().block_size:
+        options.append(f"blocks of {line['block_size']}")
     options += [
         name.replace("_", " ") for name in ("prefix_caching", "contiguous_blocks") if line.get(name)
     ]
@@ -134,7 +137,7 @@ def step_table(lines: Lines) -> str:
 
 def serving_label(line: Line) -> str:
     """The case of a load, how requests arrive, and how the engine was set up for it."""
-    options = [f"{line['max_num_batched_tokens']:,} a step"]
+    options = [f"{line['max_num_seqs']} at once", f"{line['max_num_batched_tokens']:,} a step"]
     if line.get("ttft_target_s") is not None:
         options.append(f"target {1e3 * line['ttft_target_s']:.0f} ms")
     return ", ".join((line["case"], line["arrivals"], *options))
@@ -154,11 +157,12 @@ def serving_table(lines: Lines) -> str:
             f"{number(line['goodput_per_s'])} ({100 * line['good_share']:.0f} %)",
         ])  # fmt: skip
     note = (
-        "Requests that arrive over time, through `AsyncLLM`, with so many tokens in a step at most "
-        "and, where it is named, a target for the first token (`ttft_target_s`): requests/s (share "
-        "of saturation), then p50 / p90 / p99 in ms of the time to the first token, the interval "
-        "between tokens and the whole request, and requests/s within the bounds of the line on the "
-        "first two. Engines with other options reach another saturation, and so another rate."
+        "Requests that arrive over time, through `AsyncLLM`, with so many requests and tokens in a "
+        "step at most and, where it is named, a target for the first token (`ttft_target_s`): "
+        "requests/s (share of saturation), then p50 / p90 / p99 in ms of the time to the first "
+        "token, the interval between tokens and the whole request, and requests/s within the "
+        "bounds of the line on the first two. Engines with other options reach another "
+        "saturation, and so another rate."
     )
     head = ["shape, dtype, load", "rate", "TTFT", "ITL", "whole", "goodput"]
     return table(note, head, rows)

@@ -18,7 +18,8 @@ OFFLINE = {
     "output_tokens_per_s": 7680.0, "mean_kv_utilisation": 0.5, "peak_kv_utilisation": 0.9,
     "mean_kv_waste": 0.031, "preemptions": 2, "kv_saving": 0.936, "peak_running": 256,
     "matmul_share": 0.42, "peak_device_bytes": 123_400_000_000, "weights_s": 3.5,
-    "engine_start_s": 21.0, "max_num_batched_tokens": 2048, "weights": "random", **H200,
+    "engine_start_s": 21.0, "max_num_batched_tokens": 2048, "block_size": 16,
+    "weights": "random", **H200,
 }  # fmt: skip
 STATIC = {
     "bench": "torch_generate", "case": "llama2-13b bfloat16 short", "requests_per_s": 6.1,
@@ -32,7 +33,8 @@ STEP = {
 TORCH_STEP = {"bench": "torch_step", "case": STEP["case"], "step_us": 6000.0, **TORCH}
 SERVING = {
     "bench": "serving", "case": "llama3.1-8b bfloat16 conv", "arrivals": "trace", "load": 0.8,
-    "rate_per_s": 21.37, "goodput_per_s": 20.1, "good_share": 0.97, "max_num_batched_tokens": 1024,
+    "rate_per_s": 21.37, "goodput_per_s": 20.1, "good_share": 0.97, "max_num_seqs": 256,
+    "max_num_batched_tokens": 1024,
     **{f"{n}_p{p}_ms": p + 0.123 for n in ("ttft", "itl", "e2e") for p in (50, 90, 99)}, **H200,
 }  # fmt: skip
 SHARED_PROMPT = {
@@ -136,7 +138,7 @@ def test_first_tokens_with_the_cache_stand_below_those_without(tmp_path):
 def test_the_other_tables_repeat_their_lines(tmp_path):
     lines = lines_of(tmp_path, *ALL)
     serving = row(compare.serving_table(lines), "llama3.1-8b")
-    assert serving[0].endswith("conv, trace, 1,024 a step")
+    assert serving[0].endswith("conv, trace, 256 at once, 1,024 a step")
     assert serving[1:] == ["21.4 (80 %)", *["50.1 / 90.1 / 99.1"] * 3, "20.1 (97 %)"]
     assert row(compare.memory_table(lines), "llama2")[1:] == [
         "50 / 90", "3.1", "2", "94", "256", "42", "123", "24.5",
@@ -161,14 +163,15 @@ def test_loads_served_with_another_target_or_step_are_cases_of_their_own(tmp_pat
     lines = lines_of(tmp_path, SERVING, target, larger)
     assert [line["rate_per_s"] for line in of_bench(lines, "serving")] == [21.37, 21.5, 21.6]
     text = compare.serving_table(lines)
-    assert "trace, 1,024 a step |" in text
-    assert "trace, 1,024 a step, target 200 ms |" in text
-    assert "trace, 2,048 a step |" in text
+    assert "trace, 256 at once, 1,024 a step |" in text
+    assert "trace, 256 at once, 1,024 a step, target 200 ms |" in text
+    assert "trace, 256 at once, 2,048 a step |" in text
 
 
 def test_lists_served_with_other_options_are_cases_of_their_own(tmp_path):
     changes = {
         "512 a step": {"max_num_batched_tokens": 512, "prefix_caching": False},
+        "2,048 a step, blocks of 64": {"block_size": 64},
         "2,048 a step, prefix caching": {"prefix_caching": True},
         "2,048 a step, contiguous blocks": {"contiguous_blocks": True},
     }
