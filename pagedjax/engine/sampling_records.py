@@ -80,7 +80,7 @@ class SamplingRecords:
         record["penalized"] = params.is_penalized
         unreported = params.logprobs is None and params.prompt_logprobs is None
         is_plain = greedy and unreported and not params.is_penalized
-        record["plain_from"] = prompt_len + params.min_tokens if is_plain else NEVER
+        record["plain_from"] = min(prompt_len + params.min_tokens, NEVER) if is_plain else NEVER
         record["stop_ids"] = NO_ID
         if params.min_tokens:
             record["stop_ids"][: len(stop_ids)] = sorted(stop_ids)

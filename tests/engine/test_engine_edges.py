@@ -44,6 +44,22 @@ def test_a_top_k_beyond_int32_keeps_all():
         assert tokens_of(serve(engine, prompts, limited)) == want, top_k
 
 
+@pytest.mark.parametrize("min_tokens", [2**31 - 4, 2**31 - 1])
+def test_a_min_tokens_beyond_every_position_bans_ending_ids_to_the_limit(min_tokens):
+    """The position at which it is reached is no int32: neither an error nor a wrapped one."""
+    (prompt,) = random_prompts([9], seed=1)
+    engine = tiny_engine(max_model_len=20)
+    params = SamplingParams(temperature=0.0, max_tokens=2**31 - 1, ignore_eos=True)
+    (free,) = tokens_of(serve(engine, [prompt], params))
+    stop = (free[3],)
+    ends = dataclasses.replace(params, stop_token_ids=stop)
+    assert len(tokens_of(serve(engine, [prompt], ends))[0]) == free.index(stop[0]) + 1 < 11
+    banned = dataclasses.replace(ends, min_tokens=min_tokens)
+    (tokens,) = tokens_of(serve(engine, [prompt], banned))
+    assert len(tokens) == 11
+    assert stop[0] not in tokens
+
+
 def test_draws_do_not_depend_on_neighbours_whatever_jaxs_default_generator_is():
     """SA14: under vmap, the draws of `rbg` depend on the whole batch."""
     prompts = random_prompts([9, 11, 20], seed=2)
