@@ -106,7 +106,8 @@ def restore_snapshot(engine: Engine, path: str | Path) -> list[RequestOutput]:
         for index, array in enumerate(engine.kv_spec.arrays * engine.kv_spec.layers)
     ]
     _check_lengths(engine, document["requests"], state)
-    engine._in_flight.clear()
+    while engine._in_flight:  # steps of requests that have ended, which the scheduler knows of, too
+        engine._read_oldest()
     restore_requests(engine, document["requests"])
     version, internal, gauss = document["seeds"]
     engine._seeds.setstate((version, tuple(internal), gauss))

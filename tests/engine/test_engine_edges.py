@@ -9,6 +9,7 @@ import pytest
 
 from pagedjax.config import EngineConfig
 from pagedjax.frontend import of_one_dtype
+from pagedjax.outputs import RequestOutput
 from pagedjax.sampling_params import SamplingParams
 from tests.support.tiny_engines import (
     VOCAB,
@@ -203,3 +204,24 @@ def test_sequences_give_up_blocks_when_every_layer_has_a_window(windows, held):
     output = drain(engine, on_step=lambda: used.append(engine.stats().blocks_used))["a"]
     assert output.outputs[0].token_ids == plain_greedy(model, prompt, 90)
     assert held[0] <= min(used[-30:-3]) and max(used[-30:-3]) <= held[1]
+
+
+@pytest.mark.parametrize("steps", [2, 5])
+def test_a_snapshot_is_restored_behind_steps_of_requests_that_have_been_aborted(tmp_path, steps):
+    """The engine is idle, the device is not, and the scheduler waits to hear of its steps."""
+    first, second = random_prompts([9, 21], seed=5)
+    engine = tiny_engine()
+    engine.add_request("a", None, first, GREEDY)
+    for _ in range(4):
+        engine.step()
+    engine.snapshot(tmp_path / "snapshot")
+    other = tiny_engine()
+    other.add_request("b", None, second, GREEDY)
+    for _ in range(steps):
+        other.step()
+    other.abort("b")
+    (last,) = other.step()
+    assert last.finished and not other.has_unfinished()
+    deltas = [*other.restore(tmp_path / "snapshot"), *drain(other).values()]
+    want = plain_greedy(tiny_model(), first, 6)
+    assert tokens_of([RequestOutput.joined(deltas)]) == [want]
