@@ -114,7 +114,7 @@ GAUGES = (
 COUNTERS = (
     Entry("steps", "Steps launched.", lambda r: r.stats.steps),
     Entry("prompt_tokens", "Tokens of accepted prompts.", lambda r: r.stats.prompt_tokens),
-    Entry("generated_tokens", "Tokens handed out.", lambda r: r.stats.generated_tokens),
+    Entry("generated_tokens", "Tokens of the answers so far.", lambda r: r.stats.generated_tokens),
     Entry(
         "prefix_lookup_tokens",
         "Prompt tokens of admitted sequences, looked up in the prefix cache.",

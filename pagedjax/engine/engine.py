@@ -277,7 +277,7 @@ class Engine:
         for first tokens it is left to the next call, if the device has enough to do (`Pace`).
 
         Returns:
-            Deltas of the requests with news.
+            Deltas of the requests with news; of one that is not streamed, all of it at its end.
 
         Raises:
             RuntimeError: an earlier step failed or was interrupted; this engine cannot go on.

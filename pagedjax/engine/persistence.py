@@ -199,7 +199,7 @@ def restore_requests(engine: Engine, records: Sequence[Mapping[str, Any]]) -> No
 
 
 def outputs_so_far(engine: Engine, state: SchedulerState) -> list[RequestOutput]:
-    """What restored requests had handed out before, without log-probabilities."""
+    """What restored requests had generated, handed out or not, without log-probabilities."""
     tokens = {seq.request_id: seq.outputs for seq in state.sequences}
     for live in engine._live.values():
         for completion in live.completions:

@@ -80,7 +80,8 @@ def restore_snapshot(engine: Engine, path: str | Path) -> list[RequestOutput]:
             searches in it begin anew.
 
     Returns:
-        What the requests had handed out before, without log-probabilities, in order of arrival.
+        What the requests had generated before, handed out or not, without log-probabilities, in
+        order of arrival. All of them are streamed from here on.
 
     Raises:
         ValueError: it is of another model or damaged, a request in it is longer than this engine

@@ -68,7 +68,7 @@ class EngineStats:
         lower: host memory and disk.
         steps: steps launched.
         prompt_tokens: tokens of the prompts accepted.
-        generated_tokens: tokens handed to callers.
+        generated_tokens: tokens of the answers so far; a beam search adds those of its results.
         compiles_after_warmup: steps compiled after warm-up; any is a defect.
     """
 
