@@ -47,8 +47,10 @@ class StepPlan:
     columns, which are quick to make and to use; `seqs` puts them together again.
 
     Attributes:
-        seq_ids: `ScheduledSeq.seq_id` of the sequences of the step.
-        request_ids: `ScheduledSeq.request_id`.
+        seq_ids: `ScheduledSeq.seq_id` of the sequences of the step. Not to be changed: it is the
+            very list of the plan before if that has the same sequences in the same order, so that
+            whoever looks something up for them can tell that it is still right.
+        request_ids: `ScheduledSeq.request_id`; likewise.
         token_ids: int32[num_tokens], 0 in the place of a token that is fed on the device.
         block_tables: int32[num_seqs, max_blocks_per_seq], padded with the null block 0; a copy
             that nothing changes later. May already name blocks behind the tokens of this step.
