@@ -10,7 +10,9 @@ Nothing is copied here. `Tiers` decides and keeps the books, the engine carries 
 before the step that they were decided for, and reports what became of reads and writes of files.
 Copies between GPU and host can not fail, and the device does them in the order of their launch, so
 a slot counts as filled and a block as loaded once the order is given. Files can fail in every way:
-a block that can not be read is one that was never there.
+a block that can not be read is one that was never there. No more writes than
+`max_pending_writes` wait for the disk; what host memory drops meanwhile is forgotten, and costs no
+file its place.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ import numpy as np
 
 from scheduler.prefix_index import PrefixIndex, key_digest
 from scheduler.transfers import FileDelete, FileRead, FileWrite, TierCounts, Transfers
+
+# What waits to be written keeps its memory in use, and reads wait behind it.
+LEAST_PENDING_WRITES, MOST_PENDING_WRITES = 8, 64
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +82,8 @@ class Tiers:
         self._num_disk_blocks = num_disk_blocks
         # Whether the file is written yet, by name; least recently used first.
         self._on_disk: OrderedDict[bytes, bool] = OrderedDict()
+        self._num_pending_writes = 0
+        self._outdated: Counter[bytes] = Counter()  # pending writes of what was forgotten, by name
         self.counts = TierCounts()
         self._num_host_blocks = num_host_blocks
         self._begin()
@@ -105,6 +112,16 @@ class Tiers:
     def num_disk_used(self) -> int:
         """Files, those being written among them."""
         return len(self._on_disk)
+
+    @property
+    def max_pending_writes(self) -> int:
+        """Most writes that have not been reported."""
+        return min(max(LEAST_PENDING_WRITES, self._num_host_blocks // 8), MOST_PENDING_WRITES)
+
+    @property
+    def num_pending_writes(self) -> int:
+        """Writes that have not been reported; files and counts are settled when there are none."""
+        return self._num_pending_writes
 
     def adopt(self, names: Iterable[bytes]) -> None:
         """Count files of an earlier run among those on the disk.
@@ -243,7 +260,13 @@ class Tiers:
                 self._free.append(held.slot)
         self._by_key.clear()
         self._idle.clear()
-        # Files are forgotten as a whole; but a slot waits for the answer to its read.
+        # Files are forgotten as a whole; but a slot waits for the answer to its read, and the
+        # report on a write that has begun may come when its name already stands for a new file.
+        dropped = {key_digest(one.key) for one in self._files if isinstance(one, FileWrite)}
+        self._num_pending_writes -= len(dropped)
+        self._outdated.update(
+            name for name, written in self._on_disk.items() if not written and name not in dropped
+        )
         self._files = [one for one in self._files if isinstance(one, FileRead)]
         self._on_disk.clear()
         self._forget_disk = self._num_disk_blocks > 0
@@ -266,14 +289,16 @@ class Tiers:
         return transfers
 
     def tell_written(self, name: bytes, *, ok: bool) -> None:
-        """A spill has ended, well or not."""
+        """A write has ended, well or not; writes of one name are reported in their order."""
+        self._num_pending_writes -= 1
         self.counts.spilled += ok
         self.counts.failed_spills += not ok
-        if name in self._on_disk:  # else it was forgotten meanwhile
-            if ok:
-                self._on_disk[name] = True
-            else:
-                del self._on_disk[name]
+        if name in self._outdated:
+            self._outdated -= Counter((name,))
+        elif ok:
+            self._on_disk[name] = True
+        else:
+            del self._on_disk[name]
 
     def tell_read(self, slot: int, *, ok: bool, keep: bool = False) -> None:
         """A read has ended.
@@ -318,6 +343,9 @@ class Tiers:
             assert (held in self._idle) == (not held.pins), "a block can be evicted while needed"
             assert held.key is None or self._by_key[held.key] is held, "content can not be found"
         assert len(self._on_disk) <= self._num_disk_blocks, "more files than allowed"
+        pending = sum(not written for written in self._on_disk.values()) + self._outdated.total()
+        assert self._num_pending_writes == pending, "pending writes are miscounted"
+        assert pending <= self.max_pending_writes, "more writes than allowed"
 
     def _begin(self) -> None:
         """Start to collect transfers anew."""
@@ -371,14 +399,17 @@ class Tiers:
         if name in self._on_disk:
             self._on_disk.move_to_end(name)
             return
-        if len(self._on_disk) >= self._num_disk_blocks:
-            oldest = next((name for name, written in self._on_disk.items() if written), None)
-            if oldest is None:
-                return  # the disk is as slow as that: this block is forgotten
+        room = self._num_disk_blocks - len(self._on_disk)
+        oldest = next((name for name, written in self._on_disk.items() if written), None)
+        if self._num_pending_writes >= self.max_pending_writes or not (room or oldest):
+            self.counts.failed_spills += 1  # the disk is as slow as that: this block is forgotten
+            return
+        if not room and oldest:
             del self._on_disk[oldest]
             self._files.append(FileDelete(oldest))
             self.counts.disk_evictions += 1
         self._on_disk[name] = False
+        self._num_pending_writes += 1
         self._files.append(FileWrite(key, slot))
 
     def _read(self, key: bytes) -> HostBlock | None:

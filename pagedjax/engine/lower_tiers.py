@@ -28,9 +28,6 @@ from scheduler.transfers import FileDelete, FileRead, FileWrite, SwapCost, Trans
 _IDLE_WAIT_S = 0.005
 """How long an engine that has nothing else to do waits for the disk at a time."""
 
-# Writes that may wait for the disk at a time; whatever comes on top is not kept.
-MAX_PENDING_WRITES = 64
-
 
 class LowerTiers:
     """Moves blocks between the pool, host memory and the disk, as a scheduler's `Tiers` say.
@@ -158,8 +155,7 @@ def open_lower_tiers(
             Path(config.disk_cache_path),
             namespace(),
             block_bytes=spec.block_bytes,
-            # They keep as much memory in use, and a read waits behind them.
-            max_pending=min(max(8, tiers.num_host_blocks // 8), MAX_PENDING_WRITES),
+            max_pending=tiers.max_pending_writes,
         )
     return LowerTiers(tiers, mover, disk, namespace)
 

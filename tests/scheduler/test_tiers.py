@@ -7,9 +7,9 @@ import pytest
 
 from scheduler import BeamChoice, SchedulerConfig
 from scheduler.block_pool import BlockPool
-from scheduler.prefix_index import ROOT, key_digest
+from scheduler.prefix_index import ROOT
 from scheduler.tiers import HostBlock, Tiers
-from scheduler.transfers import FileDelete, FileRead, FileWrite, SwapCost
+from scheduler.transfers import SwapCost
 from tests.support.drive import VOCAB, request, samples
 from tests.support.tier_drive import TierDriver
 
@@ -171,105 +171,6 @@ def test_forgotten_content_is_not_found_but_saved_blocks_stay():
     assert not slots & set(books.tiers.host_contents().values())
     books.tiers.release(saved)
     assert books.tiers.num_host_available == 4
-
-
-def write(books, *names, ok=True):
-    """Content passes through host memory to the disk."""
-    for name in names:
-        operations = books.drop(name).files
-        for operation in operations:
-            if isinstance(operation, FileWrite):
-                books.tiers.tell_written(key_digest(operation.key), ok=ok)
-
-
-def test_what_host_memory_drops_is_written_once_and_read_again():
-    books = Books(host=1, disk=4)
-    write(books, 1, 2, 3)
-    assert books.held() == [3] and books.tiers.num_disk_used == 2
-    (coming,) = books.tiers.prefetch([books.key(1)])
-    assert coming.reading and books.tiers.find([books.key(1)]) == []
-    operations = books.tiers.take().files
-    assert operations == [FileWrite(books.key(3), 0), FileRead(books.key(1), 0)]
-    assert books.tiers.prefetch([books.key(1)]) == [coming], "it is read for both"
-    books.tiers.tell_read(coming.slot, ok=True)
-    assert books.held() == [1] and not coming.reading
-    assert not any(isinstance(op, FileWrite) and op.key == books.key(1) for op in
-                   books.drop(2).files), "its file is still there"  # fmt: skip
-    books.tiers.check([])
-
-
-def test_a_file_that_can_not_be_read_is_as_if_it_had_never_been():
-    books = Books(host=1, disk=4)
-    write(books, 1, 2)
-    (coming,) = books.tiers.prefetch([books.key(1)])
-    books.tiers.take()
-    books.tiers.tell_read(coming.slot, ok=False)
-    assert not coming.reading and books.held() == []
-    assert books.tiers.take().files == [FileDelete(key_digest(books.key(1)))]
-    assert books.tiers.prefetch([books.key(1)]) == []
-    assert books.tiers.num_host_available == 1
-    books.tiers.check([])
-
-
-def test_a_file_that_was_read_too_late_is_there_for_the_next_one():
-    """A miss for whoever has waited for it; the file stays, and is not written a second time."""
-    books = Books(host=1, disk=4)
-    write(books, 1, 2)
-    (coming,) = books.tiers.prefetch([books.key(1)])
-    books.tiers.take()
-    books.tiers.tell_read(coming.slot, ok=False, keep=True)
-    assert books.held() == [] and books.tiers.num_host_available == 1
-    assert not books.tiers.take().files and books.tiers.counts.failed_reads == 1
-    assert not any(isinstance(op, FileWrite) and op.key == books.key(1) for op in
-                   [*books.drop(1).files, *books.drop(2).files])  # fmt: skip
-    books.tiers.check([])
-    (again,) = books.tiers.prefetch([books.key(1)])
-    assert books.tiers.take().files[-1:] == [FileRead(books.key(1), again.slot)]
-    books.tiers.tell_read(again.slot, ok=True)
-    assert books.held() == [1]
-    books.tiers.check([])
-
-
-def test_forgotten_while_a_read_was_late_means_forgotten():
-    books = Books(host=1, disk=4)
-    write(books, 1, 2)
-    (coming,) = books.tiers.prefetch([books.key(1)])
-    books.tiers.take()
-    books.tiers.forget()
-    books.tiers.tell_read(coming.slot, ok=False, keep=True)
-    assert books.tiers.num_disk_used == 0 and books.tiers.num_host_available == 1
-    assert books.tiers.prefetch([books.key(1)]) == []
-    books.tiers.check([])
-
-
-def test_a_file_counts_only_once_it_is_written():
-    books = Books(host=1, disk=4)
-    books.drop(1)
-    books.drop(2)
-    assert books.tiers.prefetch([books.key(1)]) == []
-    books.tiers.tell_written(key_digest(books.key(1)), ok=False)
-    assert books.tiers.num_disk_used == 0
-    assert books.tiers.prefetch([books.key(1)]) == []
-
-
-def test_the_disk_holds_no_more_than_it_may():
-    books = Books(host=1, disk=2)
-    write(books, 1, 2, 3)
-    books.tiers.prefetch([books.key(1)])  # a use: 2 is the oldest now
-    (read,) = [op for op in books.tiers.take().files if isinstance(op, FileRead)]
-    books.tiers.tell_read(read.slot, ok=True)
-    books.tiers.tell_written(key_digest(books.key(3)), ok=True)
-    assert books.tiers.num_disk_used == 2
-    books.tiers.check([])
-
-
-def test_files_of_an_earlier_run_are_found_and_surplus_ones_deleted():
-    books = Books(host=2, disk=2)
-    names = [key_digest(books.key(name)) for name in (1, 2, 3)]
-    books.tiers.adopt(names)
-    assert books.tiers.take().files == [FileDelete(names[0])]
-    assert books.tiers.prefetch([books.key(1)]) == []
-    assert len(books.tiers.prefetch([books.key(3)])) == 1
 
 
 def test_swapping_costs_bytes_and_recomputing_tokens_with_their_attention():
