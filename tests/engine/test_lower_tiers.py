@@ -2,12 +2,8 @@
 
 import functools
 import gc
-import random
-import threading
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from pagedjax.engine import disk_tier
@@ -17,6 +13,7 @@ from tests.support.tiny_engines import (
     drain,
     random_prompts,
     serve,
+    settle,
     tiny_engine,
     tiny_model,
     tokens_of,
@@ -155,7 +152,7 @@ def test_other_weights_never_read_blocks_of_the_old_ones(tmp_path):
     prompts = random_prompts((90, 100, 80, 120))
     for _ in range(2):
         serve(engine, prompts, GREEDY)
-    assert counts(engine).spilled > 0
+    assert engine.stats().lower.disk_blocks_used > 0
     other = tiny_model(seed=5)
     engine.swap_params(other.params)
     got = [serve(engine, [prompt], GREEDY)[0] for prompt in prompts]
@@ -181,6 +178,7 @@ def fill_disk(path, lengths=(100, 110, 120, 90), **options):
     for _ in range(3):
         for prompt in prompts:
             serve(engine, [prompt], GREEDY)
+            settle(engine)
     return engine, prompts
 
 
@@ -243,123 +241,6 @@ def test_damaged_files_are_misses(tmp_path):
     assert tokens_of(serve(again, prompts, GREEDY)) == expected(0, (100, 110, 120, 90))
     assert counts(again).disk_hits == 0 < counts(again).failed_reads
     again._lower.close()
-
-
-class Slow(disk_tier.FileIO):
-    """A disk that answers no read until told to."""
-
-    def __init__(self):
-        self.go_on = threading.Event()
-
-    def read(self, path):
-        assert self.go_on.wait(30)
-        return super().read(path)
-
-
-def test_what_a_slow_disk_brings_too_late_is_computed_and_its_files_stay(tmp_path, monkeypatch):
-    """Late reads are misses, and once the disk is itself again the same files are hits."""
-    engine, prompts = fill_disk(tmp_path)
-    engine._lower.close()
-    files = sorted(Path(tmp_path).rglob("*.kv"))
-    slow = Slow()
-    monkeypatch.setattr(disk_tier, "FileIO", lambda: slow)
-    options = dict(num_blocks=40, disk_cache_path=tmp_path, disk_cache_bytes=1 << 20)
-    again = engine_with(40, **options)
-    again._lower._disk._patience_s = 0.05
-    outputs = serve(again, prompts, GREEDY)
-    assert tokens_of(outputs) == expected(0, (100, 110, 120, 90))
-    assert counts(again).disk_hits == 0 < counts(again).failed_reads
-    assert all(output.num_cached_tokens == 0 for output in outputs)
-    slow.go_on.set()
-    again._lower.close()
-    assert sorted(Path(tmp_path).rglob("*.kv")) == files
-    third = engine_with(40, **options)
-    outputs = serve(third, prompts, GREEDY)
-    assert tokens_of(outputs) == expected(0, (100, 110, 120, 90))
-    assert counts(third).disk_hits > 10 and counts(third).failed_reads == 0
-    third._lower.close()
-
-
-class Moody(disk_tier.FileIO):
-    """A disk that fails, tears files, is full and is slow, at random."""
-
-    def __init__(self, seed, slowness):
-        self.rng = random.Random(seed)
-        self.slowness = slowness
-
-    def _mood(self):
-        time.sleep(self.rng.random() * self.slowness)
-        if self.rng.random() < 0.2:
-            raise OSError(self.rng.choice([5, 28, 30]), "injected")
-
-    def write(self, path, parts):
-        self._mood()
-        if self.rng.random() < 0.2:  # a disk that lies about what it has stored
-            parts = [bytes(part)[: self.rng.randrange(200)] for part in parts]
-        super().write(path, parts)
-
-    def rename(self, source, target):
-        self._mood()
-        super().rename(source, target)
-
-    def read(self, path):
-        self._mood()
-        return super().read(path)
-
-    def delete(self, path):
-        self._mood()
-        super().delete(path)
-
-
-@pytest.mark.parametrize("slowness", [0.0, 0.03])
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_no_fault_of_the_disk_reaches_a_request(tmp_path, monkeypatch, slowness, preemption):
-    monkeypatch.setattr(disk_tier, "FileIO", lambda: Moody(1, slowness))
-    engine = engine_with(
-        12,
-        num_blocks=16,
-        disk_cache_path=tmp_path,
-        disk_cache_bytes=30 * disk_tier.file_bytes(BLOCK_BYTES, 16),
-        preemption=preemption,
-    )
-    engine._lower._disk._patience_s = 0.05
-    lengths = (100, 60, 120, 90, 80, 110, 70)
-    prompts = random_prompts(lengths)
-    want = dict(zip(map(tuple, prompts), expected(0, lengths), strict=True))
-    rng = np.random.default_rng(0)
-    for _ in range(6):
-        some = [prompts[i] for i in rng.permutation(len(prompts))[:5]]
-        for index, prompt in enumerate(some):
-            engine.add_request(str(index), None, prompt, GREEDY)
-        outputs = drain(engine, on_step=check_books(engine))
-        for index, prompt in enumerate(some):
-            assert outputs[str(index)].outputs[0].token_ids == want[tuple(prompt)]
-    got = counts(engine)
-    assert got.failed_spills > 0 and got.spilled > 0 and got.read + got.failed_reads > 0
-    engine._lower.close()
-    files = list(Path(tmp_path).rglob("*.kv"))
-    assert sum(path.stat().st_size for path in files) <= engine.config.disk_cache_bytes * 1.5
-
-
-class Undeletable(disk_tier.FileIO):
-    """A disk that deletes nothing."""
-
-    def delete(self, path):
-        raise OSError(5, "injected")
-
-
-def test_a_disk_that_deletes_nothing_gets_no_more_files_than_allowed(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_tier, "FileIO", Undeletable)
-    limit = 10
-    size = disk_tier.file_bytes(BLOCK_BYTES, 16)
-    engine = engine_with(6, num_blocks=14, disk_cache_path=tmp_path, disk_cache_bytes=limit * size)
-    for seed in range(4):
-        for prompt in random_prompts((100, 110, 120), seed):
-            serve(engine, [prompt], GREEDY)
-    engine._lower.close()
-    engine.step()
-    assert counts(engine).failed_spills > 0 < counts(engine).disk_evictions
-    assert len(list(Path(tmp_path).rglob("*.kv"))) == limit
 
 
 def test_a_pool_of_another_size_has_the_same_disk_below_it(tmp_path):

@@ -18,6 +18,7 @@ from tests.support.tiny_engines import (
     drain,
     random_prompts,
     serve,
+    settle,
     tiny_engine,
     tiny_model,
     tokens_of,
@@ -162,6 +163,7 @@ def test_what_lies_below_the_pool_is_found_after_a_restore(tmp_path):
     wanted = [tokens_of(serve(tiny_engine(), [prompt], params)) for prompt in prompts]
     for prompt in prompts * 2:
         serve(engine, [prompt], params)
+        settle(engine)
     engine.snapshot(tmp_path / "s")
     engine._lower.close()
     other = tiny_engine(**options)

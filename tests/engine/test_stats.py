@@ -3,7 +3,7 @@
 import pytest
 
 from pagedjax.sampling_params import SamplingParams
-from tests.support.tiny_engines import random_prompts, serve, tiny_engine
+from tests.support.tiny_engines import random_prompts, serve, settle, tiny_engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
@@ -33,6 +33,7 @@ def test_hit_rates_tell_where_the_tokens_of_prompts_were_found(tmp_path):
     for prompt in [*prompts, *prompts, *reversed(prompts), prompts[0]]:
         loaded = tiers.counts.loaded
         (output,) = serve(engine, [prompt], GREEDY)
+        settle(engine)
         now = found_tokens(engine)
         added = {tier: now[tier] - before[tier] for tier in now}
         assert sum(added.values()) == output.num_cached_tokens

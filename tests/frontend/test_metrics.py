@@ -20,7 +20,7 @@ from pagedjax.llm import LLM
 from pagedjax.metrics import COUNTERS, GAUGES, NAMESPACE, REGIONS, EngineMetrics, MetricsServer
 from pagedjax.sampling_params import SamplingParams
 from tests.support.echo_engine import EchoEngine
-from tests.support.tiny_engines import random_prompts, tiny_engine
+from tests.support.tiny_engines import random_prompts, settle, tiny_engine
 
 
 def scrape(port):
@@ -84,6 +84,7 @@ def test_what_lies_below_the_pool_is_in_the_metrics(tmp_path):
     prompts = random_prompts([100, 110, 100, 90])
     params = SamplingParams(temperature=0.0, max_tokens=8)
     for prompt in [*prompts, *prompts, *reversed(prompts)]:
+        settle(engine)  # before, since what a step outside the calls finds is not shown yet
         llm.generate([prompt], params, progress=False)
     found, stats = scrape(llm.metrics.port), engine.stats()
     shown = " ".join(top(llm.metrics.port, "--count", "1").stdout.split())  # it may be wrapped
