@@ -8,7 +8,7 @@ import pytest
 from pagedjax.outputs import RequestOutput
 from pagedjax.sampling_params import BeamSearchParams, SamplingParams
 from tests.support.echo_engine import ByteTokenizer
-from tests.support.tiny_engines import random_prompts, tiny_engine
+from tests.support.tiny_engines import drain, random_prompts, tiny_engine
 
 PROMPTS = random_prompts([5, 17, 33], seed=40)
 FREE = SamplingParams(seed=3, temperature=1.3, max_tokens=30, ignore_eos=True)
@@ -85,6 +85,39 @@ def test_an_aborted_request_that_is_not_streamed_tells_all_it_has(steps):
     assert held[0].outputs == streamed.outputs
     assert held[0].outputs[0].finish_reason == "abort"
     assert len(held[0].outputs[0].token_ids) == max(steps - 2, 0)
+
+
+def test_of_an_aborted_request_samples_that_had_ended_keep_their_own_end():
+    params = dataclasses.replace(FREE, n=4, stop_token_ids=tuple(range(0, 128, 9)))
+    deltas = {"streamed": [], "held": []}
+    engine = tiny_engine(tokenizer=ByteTokenizer())
+    for name in deltas:
+        engine.add_request(name, None, PROMPTS[1], params, stream=name == "streamed")
+    while not any(output.finish_reason for d in deltas["streamed"] for output in d.outputs):
+        for delta in engine.step():
+            deltas[delta.request_id].append(delta)
+    for name in deltas:
+        engine.abort(name)
+    while engine.has_unfinished():
+        for delta in engine.step():
+            deltas[delta.request_id].append(delta)
+    assert len(deltas["held"]) == 1
+    outputs = RequestOutput.joined(deltas["streamed"]).outputs
+    assert {output.finish_reason for output in outputs} == {"stop", "abort"}
+    assert deltas["held"][0].outputs == outputs
+
+
+def test_a_pool_that_is_too_small_for_all_changes_nothing_of_what_comes_at_the_end():
+    """Preempted requests compute their tokens again, and tell none of them twice."""
+    params = dataclasses.replace(FREE, n=3, stop=("a", "xy"))
+    wanted, _ = deltas_of(params, stream=False, tokenizer=True)
+    engine = tiny_engine(tokenizer=ByteTokenizer(), num_blocks=9)
+    for index, prompt in enumerate(PROMPTS):
+        engine.add_request(str(index), None, prompt, params, stream=index == 1)
+    outputs = drain(engine)
+    assert engine.stats().preemptions > 2
+    found = [outputs[str(index)].outputs for index in range(len(PROMPTS))]
+    assert found == [deltas[0].outputs for deltas in wanted]
 
 
 def test_what_was_not_handed_out_yet_is_the_first_thing_that_a_restored_request_says(tmp_path):
