@@ -69,6 +69,22 @@ def test_what_comes_at_the_end_is_all_that_a_stream_brings(wanted, tokenizer):
         assert min(map(len, streamed)) > 1
 
 
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_token_is_in_the_text_only_if_it_is_to_be_kept(keep, stream):
+    params = dataclasses.replace(
+        FREE, n=4, stop_token_ids=tuple(range(0, 128, 9)), include_stop_str_in_output=keep
+    )
+    deltas, _ = deltas_of(params, stream=stream, tokenizer=True)
+    outputs = [output for parts in deltas for output in RequestOutput.joined(parts).outputs]
+    stopped = [output for output in outputs if output.finish_reason == "stop"]
+    assert len(stopped) > 6
+    for output in stopped:
+        assert output.token_ids[-1] == output.stop_reason
+        said = output.token_ids if keep else output.token_ids[:-1]
+        assert output.text == ByteTokenizer().decode(said)
+
+
 @pytest.mark.parametrize("steps", [0, 1, 4, 9])
 def test_an_aborted_request_that_is_not_streamed_tells_all_it_has(steps):
     engine = engine_of(True)
