@@ -101,11 +101,10 @@ class BlockManager:
             return False
         size = self._block_size
         hits = self.find_prefix(seq)
-        below = [held for held in hits if isinstance(held, HostBlock)]
         num_computed = len(hits) * size
         num_shared = 0 if source is None else self.num_shareable(seq, source)
         if num_shared > num_computed and source is not None:
-            hits, below = source.blocks[: -(-num_shared // size)], []
+            hits = source.blocks[: -(-num_shared // size)]
             num_computed = num_shared
         else:
             source = None
@@ -114,7 +113,8 @@ class BlockManager:
             return False
         seq.num_computed = num_computed
         if self.tiers is not None:
-            self.tiers.count_hits(below, is_first=seq.num_cached_tokens is None)
+            of_prompt = len(seq.prompt) // size if seq.num_cached_tokens is None else 0
+            self.tiers.count_hits(hits, of_prompt)
         seq.epoch = self._epoch
         if source is not None:
             self._continue_chain(seq, source)
@@ -327,6 +327,7 @@ class BlockManager:
             int32[num_copies, 2], source and destination; they are not returned again.
         """
         copies = np.array([*self._copies.items()], np.int32).reshape(-1, 2)[:, ::-1].copy()
+        self.num_copied += len(copies)
         self._copies.clear()
         self.pool.release(self._copied_from)
         self._copied_from.clear()
@@ -426,7 +427,6 @@ class BlockManager:
         old = seq.blocks[at]
         (new,) = self.pool.take(1, seq.blocks[at - 1] if at else None)
         self._copies[new] = self._copies.get(old, old)  # the old one may be such a copy itself
-        self.num_copied += 1
         if self.pool.num_owners(old) > 1:
             self.pool.release([old])
         else:  # the plan must not load anything into it before it is copied

@@ -56,6 +56,25 @@ def test_what_a_preempted_request_finds_again_is_no_hit_of_a_prompt():
     assert engine.stats().hit_rates == {"pool": 0.0, "host": 0.0, "disk": 0.0}
 
 
+def test_of_a_restored_request_only_the_prompt_counts_as_looked_up(tmp_path):
+    """Its blocks with tokens that it had generated are found below the pool, too."""
+    options = dict(num_blocks=14, host_cache_bytes=60 * 4096, preemption="recompute")
+    params = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
+    (prompt,) = random_prompts([20], seed=5)
+    first, other = tiny_engine(**options), tiny_engine(**options)
+    first.add_request("a", None, prompt, params)
+    while first.stats().generated_tokens < 100:
+        first.step()
+    first.snapshot(tmp_path / "s")
+    for tokens in [prompt, *random_prompts([150, 150], seed=6)]:
+        serve(other, [tokens], params if tokens is prompt else GREEDY)
+    other.restore(tmp_path / "s")
+    stats = other.stats()
+    assert stats.lower.counts.host_hits > 2 > stats.lower.counts.host_prompt_hits
+    assert stats.prefix_hit_tokens == 20
+    assert min(stats.hit_rates.values()) >= 0
+
+
 def test_bytes_moved_are_whole_blocks_by_path():
     engine = tiny_engine(num_blocks=14, host_cache_bytes=100 * 4096, preemption="recompute")
     params = SamplingParams(n=3, seed=1, temperature=1.0, max_tokens=5)
