@@ -42,7 +42,7 @@ def pack_inputs(plan: StepPlan, layout: StepLayout, tables: TableChanges) -> np.
     view["table_edits"][:] = padded_edits(tables.edits, layout.max_edits)
     view["starts"][:seqs] = plan.starts
     view["feed_rows"][:seqs] = plan.feed_rows
-    view["query_start"][1 : seqs + 1] = np.cumsum(plan.counts)
+    view["query_start"][: seqs + 1] = plan.query_start()
     view["query_start"][seqs + 1 :] = plan.num_tokens  # padding sequences own no token
     view["sample_rows"][: plan.num_samples] = plan.sample_rows()
     return layout.sealed(packed)

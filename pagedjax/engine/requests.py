@@ -137,7 +137,9 @@ class LiveRequest:
     is_quiet: bool = False
 
     def begin(self, time: float, num_cached_tokens: int) -> None:
-        """Its first token is there."""
+        """A token of it is there; what follows is for the first one."""
+        if self.timings.first_token is not None:
+            return
         self.stamp(first_token=time)
         self.num_cached_tokens = num_cached_tokens
         self.begin_prompt_news()

@@ -43,8 +43,7 @@ def _look_at(
     engine: Engine, live: LiveRequest, completion: Completion, index: int, done: Done
 ) -> None:
     """See to a completion's newest token, which may be its first or its last."""
-    if live.timings.first_token is None:
-        live.begin(done.time, done.update.num_cached_tokens[index])
+    live.begin(done.time, done.update.num_cached_tokens[index])
     end = done.update.ends.get(index)
     if end is not None:
         completion.end(end.reason.value, end.stop_token_id)
@@ -63,8 +62,7 @@ def _look_at(
 
 def _tell_beam(engine: Engine, live: LiveRequest, beam: Completion, index: int, done: Done) -> None:
     """Let a search know how a beam can go on; it does, or ends, once all have been heard."""
-    if live.timings.first_token is None:
-        live.begin(done.time, done.update.num_cached_tokens[index])
+    live.begin(done.time, done.update.num_cached_tokens[index])
     search, samples, row = live.beams, done.samples, done.row(index)
     assert search and samples.top_ids is not None and samples.top_logprobs is not None
     if not search.report(beam.key, samples.top_ids[row], samples.top_logprobs[row]):

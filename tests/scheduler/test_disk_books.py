@@ -32,11 +32,17 @@ def test_what_host_memory_drops_is_written_once_and_read_again():
     books.tiers.check([])
 
 
-def test_a_file_that_can_not_be_read_is_as_if_it_had_never_been():
+def read_under_way():
+    """The first of two blocks is on its way back from its file."""
     books = Books(host=1, disk=4)
     write(books, 1, 2)
     (coming,) = books.tiers.prefetch([books.key(1)])
     books.tiers.take()
+    return books, coming
+
+
+def test_a_file_that_can_not_be_read_is_as_if_it_had_never_been():
+    books, coming = read_under_way()
     books.tiers.tell_read(coming.slot, ok=False)
     assert not coming.reading and books.held() == []
     assert books.tiers.take().files == [FileDelete(key_digest(books.key(1)))]
@@ -47,10 +53,7 @@ def test_a_file_that_can_not_be_read_is_as_if_it_had_never_been():
 
 def test_a_file_that_was_read_too_late_is_there_for_the_next_one():
     """A miss for whoever has waited for it; the file stays, and is not written a second time."""
-    books = Books(host=1, disk=4)
-    write(books, 1, 2)
-    (coming,) = books.tiers.prefetch([books.key(1)])
-    books.tiers.take()
+    books, coming = read_under_way()
     books.tiers.tell_read(coming.slot, ok=False, keep=True)
     assert books.held() == [] and books.tiers.num_host_available == 1
     assert not books.tiers.take().files and books.tiers.counts.failed_reads == 1
@@ -65,10 +68,7 @@ def test_a_file_that_was_read_too_late_is_there_for_the_next_one():
 
 
 def test_forgotten_while_a_read_was_late_means_forgotten():
-    books = Books(host=1, disk=4)
-    write(books, 1, 2)
-    (coming,) = books.tiers.prefetch([books.key(1)])
-    books.tiers.take()
+    books, coming = read_under_way()
     books.tiers.forget()
     books.tiers.tell_read(coming.slot, ok=False, keep=True)
     assert books.tiers.num_disk_used == 0 and books.tiers.num_host_available == 1
