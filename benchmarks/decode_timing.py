@@ -66,8 +66,9 @@ def variants(case: DecodeCase, backends: list[str]) -> Iterator[Variant]:
             if backend == "triton" and (per_core == 1 or stages < 2):
                 continue
             stages = min(stages, 8 if backend == "mosaic" else 4)
-            workers = per_core * core_count()
-            yield Variant(backend, DecodeConfig(tile=tile, stages=stages, workers=workers))
+            sizes = {"tile": tile, "stages": stages, "workers": per_core * core_count()}
+            for num_warps in (4,) if backend == "mosaic" else (2, 4):
+                yield Variant(backend, DecodeConfig(**sizes, num_warps=num_warps))
 
 
 @dataclasses.dataclass

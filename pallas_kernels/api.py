@@ -46,15 +46,39 @@ WRITE_IMPLEMENTATIONS: tuple[Implementation, ...] = ("triton", "xla", "reference
 _Op = Callable[..., Any]
 
 
-def _lookup(operation: str, name: str) -> _Op:
-    """The function that implements an attention operation, `decode` or `prefill`."""
+def _lookup_decode(name: str) -> _Op:
+    """The function that implements `paged_decode_attention`."""
+    if name in KERNELS:
+        return _kernel("decode", name)
+    return {"xla": xla, "reference": reference}[name].paged_decode_attention
+
+
+def _lookup_prefill(implementation: Implementation | None, name: str) -> _Op:
+    """The function that implements `paged_prefill_attention`.
+
+    Unless an implementation was asked for, the kernel for sequences with a single row is whichever
+    is the fastest at that, and need not be of the same backend.
+    """
     if name not in KERNELS:
-        module = {"xla": xla, "reference": reference}[name]
-        return getattr(module, f"paged_{operation}_attention")
-    kernel = _kernel(operation, name)
-    if operation == "decode":
-        return kernel
-    return functools.partial(attend_mixed_batch, kernel, _kernel("decode", name))
+        return {"xla": xla, "reference": reference}[name].paged_prefill_attention
+    decode = functools.partial(_decode_by_kernel, implementation)
+    return functools.partial(attend_mixed_batch, _kernel("prefill", name), decode)
+
+
+def _decode_by_kernel(
+    implementation: Implementation | None, q: jax.Array, kv_pool: Pool, *args: Any, **options: Any
+) -> Any:
+    order = _fastest_first(KERNELS, q, kv_pool)
+    lookup = functools.partial(_kernel, "decode")
+    return first_that_can(lookup, order, implementation, q, kv_pool, *args, **options)
+
+
+def _fastest_first(
+    names: Sequence[Implementation], q: jax.Array, kv_pool: Pool
+) -> list[Implementation]:
+    """Implementations in the order in which to try them for a decode."""
+    fastest = fastest_decode_backend(q, parts_of(kv_pool).keys)
+    return sorted(names, key=lambda name: name != fastest)  # stable: the others as before
 
 
 def _lookup_write(name: str) -> _Op:
@@ -249,12 +273,8 @@ def paged_decode_attention(
         check_int32("shared_blocks", shared)
     check_values(kv_pool, block_tables, seq_lens)
     check_shared_blocks(q, kv_pool, block_tables, seq_lens, shared)
-    order: list[Implementation] = list(ATTENTION_IMPLEMENTATIONS)
-    if fastest_decode_backend(q, parts_of(kv_pool).keys) == "triton":
-        order.sort(key=lambda name: name != "triton")  # stable: Triton first, the others as before
-    decode = functools.partial(
-        first_that_can, functools.partial(_lookup, "decode"), order, implementation
-    )
+    order = _fastest_first(ATTENTION_IMPLEMENTATIONS, q, kv_pool)
+    decode = functools.partial(first_that_can, _lookup_decode, order, implementation)
     options = {
         "scale": _scale_or_default(scale, q), "window": window, "soft_cap": soft_cap,
         "sinks": sinks, "kv_scales": kv_scales, "return_lse": return_lse,
@@ -323,8 +343,8 @@ def paged_prefill_attention(
     check_int32("query_start", query_start)
     check_values(kv_pool, block_tables, seq_lens, query_start)
     return first_that_can(
-        functools.partial(_lookup, "prefill"), ATTENTION_IMPLEMENTATIONS, implementation,
-        q, kv_pool, block_tables, seq_lens, query_start,
+        functools.partial(_lookup_prefill, implementation), ATTENTION_IMPLEMENTATIONS,
+        implementation, q, kv_pool, block_tables, seq_lens, query_start,
         scale=_scale_or_default(scale, q), window=window, soft_cap=soft_cap, sinks=sinks,
         kv_scales=kv_scales, return_lse=return_lse,
     )  # fmt: skip

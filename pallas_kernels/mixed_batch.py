@@ -36,7 +36,7 @@ def attend_mixed_batch(
     Args:
         prefill: a backend's `paged_prefill_attention`, which leaves the rows of sequences with one
             row unwritten if called with `single_rows=False`.
-        decode: the same backend's `paged_decode_attention`.
+        decode: a backend's `paged_decode_attention`, of the same one or another.
         q: `[tokens, q_heads, head_dim]`.
         kv_pool: a pool in either form (`pallas_kernels.pool_parts`).
         block_tables: int32 `[seqs, max_blocks]`.

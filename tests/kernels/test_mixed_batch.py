@@ -10,7 +10,7 @@ import pytest
 from interpreted_triton import OPTIONS, triton_kernels
 
 import pallas_kernels
-from pallas_kernels import prefill_plan, reference
+from pallas_kernels import api, prefill_plan, reference
 from pallas_kernels.interpret import lower_for_hopper, mosaic_interpreter
 from pallas_kernels.mixed_batch import attend_mixed_batch
 from pallas_kernels.tuning import DecodeConfig, MosaicPrefillConfig
@@ -101,6 +101,45 @@ def test_one_sequence_is_left_to_the_prefill_kernel():
 
     case = dense_attention.make_case(0, [40], rows=[1], extra_tokens=3)
     check(run((unwritten_singles, fails), case), case)
+
+
+@pytest.mark.parametrize("fastest", ["mosaic", "triton"])
+@pytest.mark.parametrize(
+    ("implementation", "declining", "decode"),
+    [
+        (None, "", "fastest"),
+        (None, "fastest", "other"),
+        ("mosaic", "", "mosaic"),
+        ("triton", "", "triton"),
+        ("mosaic", "mosaic", None),  # then the prefill kernel has all rows
+    ],
+)
+def test_single_rows_go_to_the_fastest_kernel_unless_one_is_named(
+    monkeypatch, fastest, implementation, declining, decode
+):
+    names = {"fastest": fastest, "other": "triton" if fastest == "mosaic" else "mosaic"}
+    declining, decode = names.get(declining, declining), names.get(decode, decode)
+    ran = []
+
+    def kernel(operation, name):
+        def run(*args, single_rows=True, **options):
+            if (operation, name) == ("decode", declining):
+                raise NotImplementedError
+            ran.append((operation, name))
+            if single_rows:
+                return getattr(reference, f"paged_{operation}_attention")(*args, **options)
+            return unwritten_singles(*args, single_rows=single_rows, **options)
+
+        return run
+
+    monkeypatch.setattr(api, "_kernel", kernel)
+    monkeypatch.setattr(api, "_platform_implementations", lambda: ("mosaic", "triton", "xla"))
+    monkeypatch.setattr(api, "fastest_decode_backend", lambda q, pool: fastest)
+    case = make_case()
+    args = (*case.args(), jnp.asarray(case.query_start))
+    check(api.paged_prefill_attention(*args, return_lse=True, implementation=implementation), case)
+    single = [] if decode is None else [("decode", decode)]
+    assert ran == [*single, ("prefill", implementation or "mosaic")]
 
 
 @pytest.mark.parametrize("alignment", [1, 8])
