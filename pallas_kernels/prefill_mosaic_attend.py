@@ -244,6 +244,9 @@ def _write_output(
             seen, m / LOG2_E + jnp.log(jnp.where(seen, l, 1.0)), -jnp.inf
         )
     whole = (item.low <= row) & (row + WARPGROUP_ROWS <= item.high)
+    if not shape.config.separate_output and shape.config.head_sections > 1:
+        # Rows of nobody end a section, and the queries of the next one may be in place already.
+        whole &= item.steps > 0
 
     @pl.when(whole)
     def _whole() -> None:

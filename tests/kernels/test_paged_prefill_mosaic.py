@@ -76,6 +76,18 @@ def test_soft_cap_with_a_group_of_seven_and_two_head_sections(kv_dtype):
     check(case, config=dataclasses.replace(SMALL, head_sections=2), soft_cap=1.5)
 
 
+@pytest.mark.parametrize("kv_dtype", [None, jnp.float8_e4m3fn])
+def test_rows_of_nobody_come_before_the_second_section_of_the_heads(kv_dtype):
+    # Whole tiles of them, whose zeros must not be where queries of the second section already are.
+    case = dense_attention.make_case(
+        5, [150], rows=[150], kv_heads=2, group=1, dtype=jnp.bfloat16, kv_dtype=kv_dtype,
+        extra_tokens=300,
+    )  # fmt: skip
+    config = dataclasses.replace(SMALL, head_sections=2, separate_output=False)
+    out = check(case, config=config)
+    assert not np.asarray(out[150:], np.float32).any()
+
+
 @pytest.mark.parametrize(("head_dim", "block_size"), [(80, 16), (112, 64), (128, 128), (256, 16)])
 def test_head_sizes_and_block_sizes(head_dim, block_size):
     # KE08, KE10, KE11: sizes that are no powers of two, lengths around the tiles'.
