@@ -1,5 +1,6 @@
 """A checkpoint's own tokenizer, in the two forms that decoder-only models come with."""
 
+import random
 import socket
 
 import pytest
@@ -31,6 +32,36 @@ def test_streamed_text_equals_the_text_of_all_tokens(tokenizer):
         chunks = [stream.push([token])[0] for token in tokens]
         assert "".join(chunks) + stream.flush() == tokenizer.decode(tokens)
         assert not any("\ufffd" in chunk for chunk in chunks)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_streamed_text_is_the_same_in_runs_of_tokens(tokenizer, seed):
+    choose = random.Random(seed)
+    tokens = [token for text in TEXTS for token in tokenizer.encode(text)]
+    for place in range(0, len(tokens), 7):  # control tokens, and bytes of characters cut off
+        tokens.insert(place, choose.choice([tokenizer.eos_id, choose.choice(tokens)]))
+    stream, each = TextStream(tokenizer), TextStream(tokenizer)
+    start = 0
+    while start < len(tokens):
+        run = tokens[start : start + choose.choice([1, 2, 3, 20])]
+        start += len(run)
+        text, stopped_by = stream.push(run)
+        assert text == "".join(each.push([token])[0] for token in run)
+        assert (stopped_by, stream.num_tokens) == (None, start)
+    assert stream.push([]) == ("", None)
+
+
+def test_a_run_of_tokens_is_decoded_at_once(tokenizer, monkeypatch):
+    tokens, decode, calls = tokenizer.encode("to be or not to be. " * 20), tokenizer.decode, []
+
+    def counted(token_ids, *, skip_special_tokens=True):
+        calls.append(len(token_ids))
+        return decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    stream = TextStream(tokenizer)
+    assert stream.push(tokens)[0] + stream.push(tokens)[0] == decode(tokens + tokens)
+    assert len(calls) == 3  # in the second push once more, of what it leaves behind
 
 
 def test_control_tokens_in_between_do_not_swallow_a_space(tokenizer):
