@@ -14,7 +14,13 @@ Lines = dict[tuple[str, ...], Line]  # bench, device, case, and what else tells 
 VARIED = {
     "serving": ("arrivals", "load", "max_num_seqs", "max_num_batched_tokens", "ttft_target_s"),
     "kv_memory": ("trace",),
-    "offline": ("max_num_batched_tokens", "block_size", "prefix_caching", "contiguous_blocks"),
+    "offline": (
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "block_size",
+        "prefix_caching",
+        "contiguous_blocks",
+    ),  # fmt: skip
 }
 BENCHES = (
     "offline", "torch_generate", "torch_continuous", "step", "torch_step", "serving",

@@ -42,7 +42,7 @@ def throughput_cell(line: Line | None) -> str:
 
 def offline_label(line: Line) -> str:
     """The case of a list of requests, and how the engine was set up for it."""
-    options = [f"{line['max_num_batched_tokens']:,} a step"]
+    options = [f"{line['max_num_seqs']} at once", f"{line['max_num_batched_tokens']:,} a step"]
     if line["block_size"] != EngineConfig().block_size:
         options.append(f"blocks of {line['block_size']}")
     options += [
@@ -66,7 +66,8 @@ def offline_table(lines: Lines) -> str:
         ])  # fmt: skip
     note = (
         "Requests to the end, all there at the start: requests/s · output tokens/s, with so many "
-        "tokens in a step at most (`max_num_batched_tokens`). In brackets: requests × mean prompt "
+        "sequences at once (`max_num_seqs`) and tokens in a step (`max_num_batched_tokens`) at "
+        "most. In brackets: requests × mean prompt "
         "+ output tokens. Beside it (a) transformers' `generate` in padded "
         "batches with contiguous caches, (b) its continuous batching. The ratios are this engine's "
         "requests/s over theirs. † broken off at a time limit; the rate is that of the requests "

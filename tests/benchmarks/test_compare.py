@@ -17,6 +17,7 @@ OFFLINE = {
     "prompt_tokens": 65536, "output_tokens": 65536, "requests_per_s": 60.0,
     "output_tokens_per_s": 7680.0, "mean_kv_utilisation": 0.5, "peak_kv_utilisation": 0.9,
     "mean_kv_waste": 0.031, "preemptions": 2, "kv_saving": 0.936, "peak_running": 256,
+    "max_num_seqs": 256,
     "matmul_share": 0.42, "peak_device_bytes": 123_400_000_000, "weights_s": 3.5,
     "engine_start_s": 21.0, "max_num_batched_tokens": 2048, "block_size": 16,
     "weights": "random", **H200,
@@ -101,8 +102,8 @@ def test_both_contenders_stand_beside_the_engine_won_or_lost(tmp_path):
     """By hand: 60 / 6.1 and 60 / 75; the broken-off run is marked."""
     cells = row(compare.offline_table(lines_of(tmp_path, *ALL)), "llama2-13b bfloat16 short")
     assert cells == [
-        "llama2-13b bfloat16 short, 2,048 a step (512 × 128 + 128)", "60.0 · 7,680", "6.10 · 786 †",
-        "75.0 · 786", "9.84", "0.80",
+        "llama2-13b bfloat16 short, 256 at once, 2,048 a step (512 × 128 + 128)", "60.0 · 7,680",
+        "6.10 · 786 †", "75.0 · 786", "9.84", "0.80",
     ]  # fmt: skip
 
 
@@ -170,14 +171,15 @@ def test_loads_served_with_another_target_or_step_are_cases_of_their_own(tmp_pat
 
 def test_lists_served_with_other_options_are_cases_of_their_own(tmp_path):
     changes = {
-        "512 a step": {"max_num_batched_tokens": 512, "prefix_caching": False},
-        "2,048 a step, blocks of 64": {"block_size": 64},
-        "2,048 a step, prefix caching": {"prefix_caching": True},
-        "2,048 a step, contiguous blocks": {"contiguous_blocks": True},
+        "512 at once, 2,048 a step": {"max_num_seqs": 512},
+        "256 at once, 512 a step": {"max_num_batched_tokens": 512, "prefix_caching": False},
+        "256 at once, 2,048 a step, blocks of 64": {"block_size": 64},
+        "256 at once, 2,048 a step, prefix caching": {"prefix_caching": True},
+        "256 at once, 2,048 a step, contiguous blocks": {"contiguous_blocks": True},
     }
     ours = [OFFLINE | change for change in changes.values()]
     table = compare.offline_table(lines_of(tmp_path, OFFLINE, *ours, STATIC))
-    for label in ("2,048 a step", *changes):
+    for label in ("256 at once, 2,048 a step", *changes):
         cells = row(table, f"llama2-13b bfloat16 short, {label} (")
         assert cells[1:3] == ["60.0 · 7,680", "6.10 · 786 †"]
 
