@@ -86,17 +86,19 @@ class Deadlines:
         self._began: float | None = None  # the step that ends next; None: the device was idle
         self._put_off: dict[int, int] = {}  # `num_computed` of those that got nothing yet, by id
 
-    def took(self, plan: StepPlan, *, next_began: bool) -> None:
+    def took(self, plan: StepPlan, *, next_began: bool, is_awaited: bool = True) -> None:
         """Take in that a plan is done.
 
         Args:
             plan: the oldest one.
             next_began: whether the device had the next one already.
+            is_awaited: whether any of its sequences goes on. If not, it may have been done long
+                ago: once all requests have ended, nobody looks before another one comes.
         """
         now = self.clock()
-        if self._began is not None and now > self._began:
+        if is_awaited and self._began is not None and now > self._began:
             self.times.saw(_prompt_tokens(plan), plan.num_tokens, now - self._began)
-        self._began = now if next_began else None
+        self._began = now if is_awaited and next_began else None
 
     def share_out(
         self,

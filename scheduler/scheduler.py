@@ -238,7 +238,11 @@ class Scheduler:
             raise ValueError(f"got tokens of shape {token_ids.shape}, want ({plan.num_samples},)")
         _, seqs = self._in_flight.popleft()
         if self._deadlines is not None:
-            self._deadlines.took(plan, next_began=bool(self._in_flight))
+            self._deadlines.took(
+                plan,
+                next_began=bool(self._in_flight),
+                is_awaited=any(seq.status is not Status.FINISHED for seq in seqs),
+            )
         update = take_in(plan, seqs, token_ids.tolist())
         is_caching, is_windowed = self.config.prefix_caching, self.config.window is not None
         size = self.config.block_size

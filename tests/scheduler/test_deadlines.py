@@ -197,6 +197,23 @@ def test_a_step_takes_what_steps_took_that_followed_each_other():
     assert made.times.seconds(0) == 0.25
 
 
+def test_time_in_which_nobody_waited_for_a_step_is_no_step_time():
+    """Steps of a request that was ended lie on the device until another one comes."""
+    driver, clock = burst_driver(1.0)
+    made = driver.scheduler._deadlines
+    assert made is not None
+    before = made.times.seconds(100)
+    for number in range(3):
+        driver.add(request(f"left{number}", 600, 1))
+        turns(driver, clock, 3)
+        driver.finish(f"left{number}")
+        clock.now += 60.0
+    driver.add(request("next", 600, 1))
+    turns(driver, clock, 8)
+    driver.verify()
+    assert made.times.seconds(100) == pytest.approx(before)
+
+
 @given(
     steps=st.lists(
         st.tuples(st.integers(0, 300), st.integers(0, 300), st.floats(1e-4, 1e2)), min_size=1
