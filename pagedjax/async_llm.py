@@ -188,7 +188,12 @@ class AsyncLLM:
         """End a request now; its stream yields a last delta with the reason `abort`.
 
         Nothing happens if there is no such request, or not any more.
+
+        Raises:
+            ValueError: `request_id` is no string.
         """
+        if not isinstance(request_id, str):  # the engine's thread would fail to look it up
+            raise ValueError(f"a request id is a string, got {request_id!r}")
         await asyncio.wrap_future(self._submit(lambda: self._engine.abort(request_id)))
 
     async def stats(self) -> EngineStats:
@@ -231,7 +236,8 @@ class AsyncLLM:
             OSError: it can not be written; the engine goes on.
             EngineStopped: the engine was closed, or failed.
         """
-        await asyncio.wrap_future(self._submit(lambda: self._engine.snapshot(path)))
+        directory = Path(path)  # here, where what is no path harms nobody else
+        await asyncio.wrap_future(self._submit(lambda: self._engine.snapshot(directory)))
 
     async def restore(self, path: str | Path) -> dict[str, AsyncGenerator[RequestOutput, None]]:
         """Go on where a snapshot was taken, in another process perhaps; see `LLM.restore`.
@@ -245,8 +251,8 @@ class AsyncLLM:
             ValueError: the snapshot is of another model or damaged, or requests are running here.
             EngineStopped: the engine was closed, or failed.
         """
-        loop = asyncio.get_running_loop()
-        restored = await asyncio.wrap_future(self._submit(lambda: self._restore(path, loop)))
+        directory, loop = Path(path), asyncio.get_running_loop()
+        restored = await asyncio.wrap_future(self._submit(lambda: self._restore(directory, loop)))
         return {stream.request_id: self._read(stream) for stream in restored}
 
     async def _stream(
@@ -354,7 +360,7 @@ class AsyncLLM:
             raise
         self._running.add(stream)
 
-    def _restore(self, path: str | Path, loop: asyncio.AbstractEventLoop) -> list[_Stream]:
+    def _restore(self, path: Path, loop: asyncio.AbstractEventLoop) -> list[_Stream]:
         """Restore a snapshot; the streams of its requests, which hold what was said before."""
         with self._lock:
             if self._streams:

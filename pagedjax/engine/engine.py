@@ -172,6 +172,8 @@ class Engine:
         Raises:
             ValueError: the request can not be served; nothing has been queued.
         """
+        if not isinstance(request_id, str):
+            raise ValueError(f"a request id is a string, got {request_id!r}")
         search = params if isinstance(params, BeamSearchParams) else None
         eos_ids = () if params.ignore_eos else self.generation.eos_ids
         if isinstance(params, BeamSearchParams):

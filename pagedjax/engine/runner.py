@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -138,6 +138,8 @@ class ModelRunner:
         Raises:
             ValueError: a name, shape, dtype or device differs from the present ones.
         """
+        if not isinstance(params, Mapping):
+            raise ValueError(f"parameters are arrays by name, got {type(params).__name__}")
         present = self.params
         for name in present.keys() | params.keys():
             old, new = (_described(p.get(name)) for p in (present, params))
@@ -408,5 +410,7 @@ def _described(array: Any) -> tuple[Any, ...] | None:
     """What a compiled step demands of a parameter; None for one that is not there."""
     if array is None:
         return None
+    if not hasattr(array, "dtype"):
+        return type(array).__name__, "no array"
     devices = sorted(map(str, array.devices())) if isinstance(array, jax.Array) else "not on one"
     return array.shape, str(array.dtype), devices

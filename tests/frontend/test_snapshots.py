@@ -216,3 +216,28 @@ def test_an_async_engine_swaps_weights_and_writes_snapshots(tmp_path):
     engine = tiny_engine(second)
     assert engine.restore(tmp_path / "s") == []
     assert engine.stats().blocks_cached == 2
+
+
+def test_arguments_of_a_wrong_type_are_refused_and_harm_no_running_request():
+    """What is raised in the engine's thread and is no refusal ends the engine for everybody."""
+    params = tiny_model().params
+
+    async def main():
+        async with AsyncLLM.from_engine(tiny_engine()) as llm:
+            stream = llm.generate(PROMPTS[0], PARAMS)
+            deltas = [await anext(stream)]
+            for refused in (
+                lambda: llm.abort(["0"]),
+                lambda: llm.swap_params(None),
+                lambda: llm.swap_params(dict.fromkeys(params, "weights")),
+                lambda: anext(llm.generate(PROMPTS[1], PARAMS, request_id=7)),
+            ):
+                with pytest.raises(ValueError, match="got"):
+                    await refused()
+            for refused in (lambda: llm.snapshot(None), lambda: llm.restore(None)):
+                with pytest.raises(TypeError):
+                    await refused()
+            deltas += [delta async for delta in stream]
+            return RequestOutput.joined(deltas).outputs[0].token_ids
+
+    assert asyncio.run(main()) == wanted()[0]
