@@ -366,3 +366,31 @@ def test_a_request_is_told_what_it_found_when_it_was_its_turn():
     driver.verify()
     cached = [driver.last_updates[seq_id].num_cached_tokens for seq_id in sorted(driver.ends)]
     assert cached == [0, 192]  # of the steps before that in which it begins
+
+
+def test_who_finds_more_again_than_there_is_room_for_goes_on_with_what_it_has():
+    """Its blocks were shared before the cache was emptied, and what it finds is in host memory."""
+    config = SchedulerConfig(
+        num_blocks=27, max_model_len=300, max_num_batched_tokens=32, num_host_blocks=40,
+        ttft_target_s=TARGET_S,
+    )  # fmt: skip
+    driver = TierDriver(config, clock=Clock(), pipelined=False)
+    prompt = np.random.default_rng(0).integers(VOCAB, size=160).tolist()
+    driver.add(request("shares", prompt[:64], 40, priority=-1))
+    for _ in range(3):
+        driver.step()
+    driver.add(request("waits", prompt, 2, priority=1), request("before it", 64, 1))
+    driver.step()
+    (seq,) = (s for s in driver.scheduler.sequences() if s.request.request_id == "waits")
+    driver.scheduler.reset_prefix_cache()
+    driver.add(request("same beginning", prompt[:91], 1))
+    while "same beginning" not in driver.end_order:
+        driver.step()
+    driver.add(request("the rest", 16 * driver.scheduler.num_free_blocks - 24, 8))
+    while seq.num_computed == 64:
+        found = driver.scheduler.blocks.find_prefix(seq)
+        driver.step()
+    assert len(found) > 4 and not all(isinstance(block, int) for block in found)
+    assert seq.num_cached_tokens == 64
+    driver.run()
+    driver.verify()
