@@ -102,7 +102,6 @@ class Engine:
         self._news: dict[str, LiveRequest] = {}  # an ordered set: requests with a delta to take
         self._seeds = random.Random(config.seed)
         self._serial = self._steps = self._prompt_tokens = self._generated_tokens = 0
-        self._blocks_peak = 0
         self._in_step = False
         self._lower: LowerTiers | None = None
         self._open(self.config, model.params, kv_scales, progress)
@@ -135,6 +134,7 @@ class Engine:
         self._tables = TableMirror(sizes.max_num_seqs, sizes.max_blocks_per_seq, sizes.block_size)
         self._seen = SeenOwners(sizes.max_num_seqs)
         self._in_flight.clear()
+        self._blocks_peak = 0
         if config.warm_up:
             self._runner.warm_up(progress)
         self._lower = open_lower_tiers(config, arch, self.kv_spec, self._scheduler, self._runner)

@@ -87,3 +87,13 @@ def test_bytes_moved_are_whole_blocks_by_path():
     assert moved["host_to_pool"] == 4096 * stats.lower.counts.loaded > 0
     assert moved["host_to_disk"] == moved["disk_to_host"] == 0
     assert sum(stats.hit_rates.values()) == pytest.approx(stats.prefix_hit_rate)
+
+
+def test_the_peak_in_use_is_one_of_the_pool_that_there_is_now():
+    engine = tiny_engine(num_blocks=100)
+    serve(engine, random_prompts([60] * 8), GREEDY)
+    assert engine.stats().blocks_peak > 10
+    engine.resize_pool(10)
+    assert engine.stats().peak_block_utilisation == 0.0
+    serve(engine, random_prompts([60]), GREEDY)
+    assert 0 < engine.stats().peak_block_utilisation <= 1
