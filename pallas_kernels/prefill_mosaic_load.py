@@ -104,9 +104,12 @@ def produce_widened(shape: Shape, refs: Refs) -> None:
                 plgpu.barrier_wait(free.at[slot])
                 _widen(shape, refs.raw_smem.at[part], tile.at[slot])
                 if part == 1:
-                    pl.when(_is_partial(shape, item, i))(
-                        lambda: _zero_past_end(shape, refs.v_smem.at[slot], item, i)
-                    )
+
+                    @pl.when(_is_partial(shape, item, i))
+                    def _zero_rest() -> None:
+                        plgpu.commit_smem()  # a warp zeroes rows that others have widened
+                        _zero_past_end(shape, refs.v_smem.at[slot], item, i)
+
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(full.at[slot])
 

@@ -112,7 +112,7 @@ def _plan(
     low = xp.maximum(row, start[seq])
     high = xp.minimum(row + xp.int32(tile_rows), end[seq])
     offset = lens[seq] - (end[seq] if causal else start[seq] + xp.int32(1))
-    visible = xp.where(used, xp.maximum(high + offset, xp.int32(0)), xp.int32(-1))
+    visible = xp.where(used, xp.clip(high + offset, xp.int32(0), lens[seq]), xp.int32(-1))
     order = xp.argsort(-visible, kind="stable") if xp is np else xp.argsort(-visible, stable=True)
     count = xp.full((length,), 0, xp.int32) + last[-1]
     columns = [row, low, high, offset, xp.minimum(seq, xp.int32(seqs - 1)), lens[seq], count]

@@ -75,3 +75,11 @@ def test_without_causality_every_row_sees_all_positions_of_its_sequence():
         first, last = tile[plan.LOW] + tile[plan.OFFSET], tile[plan.HIGH] - 1 + tile[plan.OFFSET]
         assert first >= tile[plan.SEQ_LEN] - 1
         assert last < tile[plan.SEQ_LEN] + 40  # no further than its rows reach
+
+
+def test_tiles_without_a_context_come_last_even_if_every_row_sees_all():
+    """The kernels write their zeros where the queries of a later tile might be already."""
+    lens, start = np.asarray([128, 0, 256], np.int32), np.asarray([0, 8, 408, 500], np.int32)
+    work = plan.plan_prefill(lens, start, tokens=600, tile_rows=128, causal=False)
+    with_context = work[: work[0, plan.COUNT], plan.SEQ_LEN] > 0
+    assert with_context.tolist() == [True, True] + [False] * 5
