@@ -55,6 +55,8 @@ def paged_decode_attention(
     compute = q.dtype if kv_scales is None else jnp.float16
     if config is None:
         config = decode_config("mosaic", q, kv_pool, block_tables)
+    if kv_pool.dtype.itemsize == 1 and config.tile > 128:  # as many rows as `zero_rows` covers
+        raise NotImplementedError(f"a float8 pool needs a tile of at most 128, got {config.tile}")
     problem = Problem(
         seqs=q.shape[0],
         queries=queries,

@@ -127,6 +127,18 @@ def test_mosaic_decode_equals_dense_attention(shape, options):
     check(out, lse, case, **options)
 
 
+def test_mosaic_refuses_a_tile_of_bytes_whose_unused_slots_it_would_not_zero():
+    from pallas_kernels.paged_decode_mosaic import paged_decode_attention
+
+    mosaic_interpreter()  # older JAX does not come so far
+    case = make_decode_case(4, [5], head_dim=128, dtype=jnp.bfloat16, kv_dtype=jnp.float8_e4m3fn)
+    given = OPTIONS | {"scale": 1.0, "kv_scales": case.kv_scales}
+    with pytest.raises(NotImplementedError, match="tile of at most 128, got 256"):
+        paged_decode_attention(
+            *case.args(), config=DecodeConfig(tile=256, stages=1, workers=6), **given
+        )
+
+
 @pytest.mark.parametrize(
     ("rows", "shape", "options"),
     [
