@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 _REPLACEMENT = "\ufffd"
+_MOST_UNDECIDED = 32  # tokens: by then most bytes that form no character will never form one
+_STILL_UNDECIDED = 8  # but the last of them may be a beginning
 
 
 class Tokenizer:
@@ -261,8 +263,25 @@ class TextStream:
             self._window = self._window[self._context :]
             self._context = len(self._window)
             self._sent = len(self._decode(self._window))
+        elif len(self._window) - self._context > _MOST_UNDECIDED and (
+            len(text) - len(certain) > _STILL_UNDECIDED
+        ):
+            new = self._decide(text)
         else:
             self._sent = max(self._sent, len(certain))
+        return new
+
+    def _decide(self, text: str) -> str:
+        """Pass on all of the window's text but that of its last tokens, which become the window.
+
+        Else a long run of bytes that form no character would be decoded anew with each of them.
+        """
+        count = _STILL_UNDECIDED
+        while _num_undecided(end := self._decode(self._window[-count:])) < _STILL_UNDECIDED // 2:
+            count *= 2  # some of them are ids without text
+        held = min(_num_undecided(end), _num_undecided(text))
+        new = text[self._sent : len(text) - held]
+        self._window, self._context, self._sent = self._window[-count:], 0, len(end) - held
         return new
 
     def _is_left_out(self, token: int) -> bool:
@@ -300,3 +319,8 @@ class TextStream:
             if any(len(stop) > len(end) and stop.startswith(end) for stop in self._stop):
                 return end
         return ""
+
+
+def _num_undecided(text: str) -> int:
+    """Characters at the end of a text that later bytes may make other ones."""
+    return len(text) - len(text.rstrip(_REPLACEMENT))

@@ -176,3 +176,43 @@ def test_params_set_up_the_stream():
     params = SamplingParams(stop="G", include_stop_str_in_output=True, min_tokens=2, max_tokens=9)
     stream = TextStream.for_params(PieceTokenizer(["G", "aG"]), params)
     assert stream.push([0, 1]) == ("GaG", "G")
+
+
+class CountingTokenizer(ByteTokenizer):
+    """Knows how many tokens it has decoded."""
+
+    num_decoded = 0
+
+    def decode(self, token_ids, *, skip_special_tokens=True):
+        self.num_decoded += len(token_ids)
+        return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("pattern", [b"\x9f", b"\xf0\x9f", b"\xe4\xbd\xff"])
+def test_a_long_run_of_bytes_that_form_no_character_is_decoded_in_time_that_grows_with_it(pattern):
+    tokens = (pattern * 2000)[:2000]
+    tokenizer = CountingTokenizer()
+    chunks, _, rest = run(TextStream(tokenizer), tokens)
+    assert tokenizer.num_decoded < 100 * len(tokens)
+    whole = tokenizer.decode(tokens)
+    assert whole.startswith("".join(chunks) + rest)
+    assert len(whole) - 40 < len("".join(chunks)) < len(whole)
+
+
+def test_pieces_add_up_whatever_bytes_and_ids_without_text_come_between_characters():
+    rng = random.Random(5)
+    for _ in range(300):
+        tokens = []
+        for _ in range(rng.randint(1, 6)):
+            few = rng.randint(1, 60)
+            tokens += rng.choice(
+                [
+                    [rng.randrange(128, 256) for _ in range(few)],
+                    [rng.randrange(128, 256)] * few,
+                    [300] * few,
+                    list("你好 🔥ů".encode()) * rng.randint(1, 5),
+                ]
+            )
+        tokens += b"end"
+        chunks, _, rest = run(TextStream(ByteTokenizer()), tokens)
+        assert "".join(chunks) + rest == ByteTokenizer().decode(tokens)
