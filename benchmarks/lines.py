@@ -15,13 +15,10 @@ VARIED = {
     "serving": ("arrivals", "load", "max_num_seqs", "max_num_batched_tokens", "ttft_target_s"),
     "kv_memory": ("trace",),
     "offline": (
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "block_size",
-        "prefix_caching",
+        "max_num_seqs", "max_num_batched_tokens", "block_size", "prefix_caching",
         "contiguous_blocks",
-    ),  # fmt: skip
-}
+    ),
+}  # fmt: skip
 BENCHES = (
     "offline", "torch_generate", "torch_continuous", "step", "torch_step", "serving",
     "profile", "golden", "shared_prompt", "preemption", "offload", "generate", "kv_accuracy",
