@@ -198,7 +198,7 @@ class Engine:
             is_streamed=stream,
         )
         stop = StopRules(
-            max_tokens=params.max_tokens or self.max_model_len,
+            max_tokens=params.max_tokens or max(self.max_model_len, params.min_tokens),
             min_tokens=params.min_tokens,
             stop_token_ids=frozenset((*params.stop_token_ids, *eos_ids)),
         )

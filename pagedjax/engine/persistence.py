@@ -122,12 +122,15 @@ def resize_pool(engine: Engine, num_blocks: int) -> None:
         dataclasses.replace(seq.request, sibling_of=_live_sibling(seq.siblings, seq))
         for seq in seqs
     ]
+    arrived = {seq.request.request_id: seq.arrived for seq in seqs}
 
     def reopen(chosen: EngineConfig) -> None:
         engine._runner.update_pool(lambda _: [])
         engine._open(chosen, params, kv_scales)
         for request in requests:
             engine._scheduler.add(request)
+        for seq in engine._scheduler.sequences():
+            seq.arrived = arrived[seq.request.request_id]
         put_image(engine, image)
 
     before, refusal = engine.config, None

@@ -61,6 +61,15 @@ def test_a_min_tokens_beyond_every_position_bans_ending_ids_to_the_limit(min_tok
     assert stop[0] not in tokens
 
 
+def test_a_min_tokens_beyond_the_limit_is_served_without_a_max_tokens_as_with_one():
+    (prompt,) = random_prompts([9], seed=1)
+    engine = tiny_engine(max_model_len=20)
+    for max_tokens in (50, None):
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, min_tokens=40)
+        (output,) = serve(engine, [prompt], params)[0].outputs
+        assert (len(output.token_ids), output.finish_reason) == (11, "length")
+
+
 def test_draws_do_not_depend_on_neighbours_whatever_jaxs_default_generator_is():
     """SA14: under vmap, the draws of `rbg` depend on the whole batch."""
     prompts = random_prompts([9, 11, 20], seed=2)

@@ -170,3 +170,15 @@ def test_streams_of_an_engine_with_a_target_get_the_same_tokens():
             return await asyncio.gather(*(tokens(llm, prompt) for prompt in prompts))
 
     assert [list(one) for one in asyncio.run(main())] == [list(one) for one in expected]
+
+
+def test_a_request_goes_on_waiting_since_its_arrival_in_a_pool_of_another_size():
+    engine = tiny_engine(ttft_target_s=0.2)
+    for index, prompt in enumerate(random_prompts([100, 90, 5])):
+        engine.add_request(str(index), None, prompt, GREEDY, priority=index % 2)
+    engine.step()
+    before = {seq.request.request_id: seq.arrived for seq in engine._scheduler.sequences()}
+    engine.resize_pool(30)
+    after = {seq.request.request_id: seq.arrived for seq in engine._scheduler.sequences()}
+    assert after == before and len(set(after.values())) == 3
+    assert len(drain(engine)) == 3
