@@ -120,7 +120,8 @@ def read_prompts(arguments: list[str], file: str | None, *, kind: str = "prompt"
             lines = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{file} is not UTF-8 text: {error}") from error
-        prompts += [line for line in lines.splitlines() if line.strip()]
+        # `splitlines` would divide a prompt at a form feed, or at a line separator of Unicode, too.
+        prompts += [line for line in lines.split("\n") if line.strip()]
     if not prompts:
         raise ValueError(f"no {kind}: give one as an argument, by --file, or - for standard input")
     return prompts

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pagedjax.cli import app
+from pagedjax.cli.generate import read_prompts
 from pagedjax.cli.jsonl import json_line
 from pagedjax.cli.terminal import LiveAnswers, OrderedAnswers
 from pagedjax.engine.kv_scales import calibrate, scales_for
@@ -70,6 +71,12 @@ def test_prompts_from_a_file_are_its_lines(engine, tmp_path):
     lines = [strict_json(line) for line in done.stdout.splitlines()]
     assert [line["prompt"] for line in lines] == ["žluť", "second"]
     assert [line["outputs"][0]["text"] for line in lines] == ["žluť", "second"]
+
+
+def test_only_the_end_of_a_line_ends_a_prompt(tmp_path):
+    file = tmp_path / "prompts"
+    file.write_bytes("one\u2028page\x0cof text\r\n\ntwo\x85".encode())
+    assert read_prompts([], str(file)) == ["one\u2028page\x0cof text", "two\x85"]
 
 
 def test_a_dash_is_standard_input_as_one_prompt(engine):
