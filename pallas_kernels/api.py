@@ -44,55 +44,54 @@ ATTENTION_IMPLEMENTATIONS: tuple[Implementation, ...] = ("mosaic", "triton", "xl
 WRITE_IMPLEMENTATIONS: tuple[Implementation, ...] = ("triton", "xla", "reference")
 
 _Op = Callable[..., Any]
+_IN_JAX: dict[str, Any] = {"xla": xla, "reference": reference}
 
 
-def _lookup_decode(name: str) -> _Op:
-    """The function that implements `paged_decode_attention`."""
-    if name in KERNELS:
-        return _kernel("decode", name)
-    return {"xla": xla, "reference": reference}[name].paged_decode_attention
+def _lookup(operation: str, name: str) -> _Op:
+    """The function that implements an attention operation, `decode` or `prefill`.
+
+    A kernel is imported when it is needed: not everybody has a GPU.
+    """
+    function = f"paged_{operation}_attention"
+    if name not in KERNELS:
+        return getattr(_IN_JAX[name], function)
+    kernel = getattr(importlib.import_module(f"pallas_kernels.paged_{operation}_{name}"), function)
+    return functools.partial(_of_one_array, kernel) if name == "mosaic" else kernel
 
 
 def _lookup_prefill(implementation: Implementation | None, name: str) -> _Op:
-    """The function that implements `paged_prefill_attention`.
+    """`_lookup` for `prefill`, where kernels leave sequences with a single row to one for decodes.
 
-    Unless an implementation was asked for, the kernel for sequences with a single row is whichever
-    is the fastest at that, and need not be of the same backend.
+    Unless an implementation was asked for, that is whichever is the fastest, and need not be of the
+    same backend.
     """
+    prefill = _lookup("prefill", name)
     if name not in KERNELS:
-        return {"xla": xla, "reference": reference}[name].paged_prefill_attention
-    decode = functools.partial(_decode_by_kernel, implementation)
-    return functools.partial(attend_mixed_batch, _kernel("prefill", name), decode)
+        return prefill
+    decode = functools.partial(_decode, KERNELS, implementation)
+    return functools.partial(attend_mixed_batch, prefill, decode)
 
 
-def _decode_by_kernel(
-    implementation: Implementation | None, q: jax.Array, kv_pool: Pool, *args: Any, **options: Any
+def _decode(
+    names: Sequence[Implementation],
+    implementation: Implementation | None,
+    q: jax.Array,
+    kv_pool: Pool,
+    *args: Any,
+    **options: Any,
 ) -> Any:
-    order = _fastest_first(KERNELS, q, kv_pool)
-    lookup = functools.partial(_kernel, "decode")
-    return first_that_can(lookup, order, implementation, q, kv_pool, *args, **options)
-
-
-def _fastest_first(
-    names: Sequence[Implementation], q: jax.Array, kv_pool: Pool
-) -> list[Implementation]:
-    """Implementations in the order in which to try them for a decode."""
+    """`first_that_can` of some implementations of a decode, the fastest one first."""
     fastest = fastest_decode_backend(q, parts_of(kv_pool).keys)
-    return sorted(names, key=lambda name: name != fastest)  # stable: the others as before
+    order = sorted(names, key=lambda name: name != fastest)  # stable: the others as before
+    lookup = functools.partial(_lookup, "decode")
+    return first_that_can(lookup, order, implementation, q, kv_pool, *args, **options)
 
 
 def _lookup_write(name: str) -> _Op:
     """The function that implements `write_kv`."""
     if name == "triton":
         return importlib.import_module("pallas_kernels.write_kv_triton").write_kv
-    return {"xla": xla, "reference": reference}[name].write_kv
-
-
-def _kernel(operation: str, name: str) -> _Op:
-    """The function of one of `KERNELS`, imported when it is needed: not everybody has a GPU."""
-    module = importlib.import_module(f"pallas_kernels.paged_{operation}_{name}")
-    kernel = getattr(module, f"paged_{operation}_attention")
-    return functools.partial(_of_one_array, kernel) if name == "mosaic" else kernel
+    return _IN_JAX[name].write_kv
 
 
 def _of_one_array(kernel: _Op, q: jax.Array, kv_pool: Pool, *args: Any, **options: Any) -> Any:
@@ -273,8 +272,7 @@ def paged_decode_attention(
         check_int32("shared_blocks", shared)
     check_values(kv_pool, block_tables, seq_lens)
     check_shared_blocks(q, kv_pool, block_tables, seq_lens, shared)
-    order = _fastest_first(ATTENTION_IMPLEMENTATIONS, q, kv_pool)
-    decode = functools.partial(first_that_can, _lookup_decode, order, implementation)
+    decode = functools.partial(_decode, ATTENTION_IMPLEMENTATIONS, implementation)
     options = {
         "scale": _scale_or_default(scale, q), "window": window, "soft_cap": soft_cap,
         "sinks": sinks, "kv_scales": kv_scales, "return_lse": return_lse,
@@ -282,7 +280,7 @@ def paged_decode_attention(
     batch = (q, kv_pool, block_tables, seq_lens)
     if shared is not None and window is None and implementation in (None, *KERNELS):
         prefill = functools.partial(
-            first_that_can, functools.partial(_kernel, "prefill"), KERNELS, implementation
+            first_that_can, functools.partial(_lookup, "prefill"), KERNELS, implementation
         )
         try:
             return attend_shared_prefix(prefill, decode, *batch, shared, **options)

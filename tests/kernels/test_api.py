@@ -126,12 +126,12 @@ def test_the_default_falls_through_and_a_named_one_fails_loudly(monkeypatch):
     def declines(*args, **kwargs):
         raise NotImplementedError("not this case")
 
-    real = api._lookup_decode
+    real = api._lookup
 
-    def lookup(name):
-        return declines if name == "triton" else real(name)
+    def lookup(operation, name):
+        return declines if name == "triton" else real(operation, name)
 
-    monkeypatch.setattr(api, "_lookup_decode", lookup)
+    monkeypatch.setattr(api, "_lookup", lookup)
     monkeypatch.setattr(api, "_platform_implementations", lambda: ("triton", "xla"))
     case = make_decode_case(0, [5])
     out = pallas_kernels.paged_decode_attention(*case.args())

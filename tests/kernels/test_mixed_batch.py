@@ -132,7 +132,7 @@ def test_single_rows_go_to_the_fastest_kernel_unless_one_is_named(
 
         return run
 
-    monkeypatch.setattr(api, "_kernel", kernel)
+    monkeypatch.setattr(api, "_lookup", kernel)
     monkeypatch.setattr(api, "_platform_implementations", lambda: ("mosaic", "triton", "xla"))
     monkeypatch.setattr(api, "fastest_decode_backend", lambda q, pool: fastest)
     case = make_case()
