@@ -1,8 +1,6 @@
 """A disk that is slow, full or broken costs an engine hits; never a token, nor room not allowed."""
 
-import random
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +16,7 @@ from tests.engine.test_lower_tiers import (
     expected,
     fill_disk,
 )
+from tests.support.faulty_disk import FaultyDisk
 from tests.support.tiny_engines import drain, random_prompts, serve, settle, tokens_of
 
 
@@ -56,41 +55,10 @@ def test_what_a_slow_disk_brings_too_late_is_computed_and_its_files_stay(tmp_pat
     third._lower.close()
 
 
-class Moody(disk_tier.FileIO):
-    """A disk that fails, tears files, is full and is slow, at random."""
-
-    def __init__(self, seed, slowness):
-        self.rng = random.Random(seed)
-        self.slowness = slowness
-
-    def _mood(self):
-        time.sleep(self.rng.random() * self.slowness)
-        if self.rng.random() < 0.2:
-            raise OSError(self.rng.choice([5, 28, 30]), "injected")
-
-    def write(self, path, parts):
-        self._mood()
-        if self.rng.random() < 0.2:  # a disk that lies about what it has stored
-            parts = [bytes(part)[: self.rng.randrange(200)] for part in parts]
-        super().write(path, parts)
-
-    def rename(self, source, target):
-        self._mood()
-        super().rename(source, target)
-
-    def read(self, path):
-        self._mood()
-        return super().read(path)
-
-    def delete(self, path):
-        self._mood()
-        super().delete(path)
-
-
 @pytest.mark.parametrize("slowness", [0.0, 0.03])
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_no_fault_of_the_disk_reaches_a_request(tmp_path, monkeypatch, slowness, preemption):
-    monkeypatch.setattr(disk_tier, "FileIO", lambda: Moody(1, slowness))
+    monkeypatch.setattr(disk_tier, "FileIO", lambda: FaultyDisk(1, share=0.2, slowness=slowness))
     engine = engine_with(
         12,
         num_blocks=16,

@@ -12,36 +12,12 @@ from pagedjax.outputs import RequestOutput
 from pagedjax.sampling_params import SamplingParams
 from scheduler import invariants
 from tests.engine.test_engine_traces import greedy_tokens
+from tests.support.faulty_disk import FaultyDisk
 from tests.support.tiny_engines import VOCAB, tiny_engine
 
 OPERATIONS = 500
 BLOCK_BYTES = 4096
 SIZES = (9, 12, 15, 40)
-
-
-class FaultyDisk(disk_tier.FileIO):
-    """Every tenth operation fails, and as many writes are torn without a word."""
-
-    def __init__(self, seed):
-        self.rng = random.Random(seed)
-
-    def write(self, path, parts):
-        self._fail()
-        if self.rng.random() < 0.1:
-            parts = [bytes(part)[: self.rng.randrange(300)] for part in parts]
-        super().write(path, parts)
-
-    def read(self, path):
-        self._fail()
-        return super().read(path)
-
-    def delete(self, path):
-        self._fail()
-        super().delete(path)
-
-    def _fail(self):
-        if self.rng.random() < 0.1:
-            raise OSError(self.rng.choice([5, 28]), "injected")
 
 
 class Life:
@@ -166,7 +142,7 @@ def live(life):
 
 @pytest.mark.parametrize("seed", [2, 4])
 def test_no_life_of_the_memory_changes_a_token(tmp_path, monkeypatch, seed):
-    monkeypatch.setattr(disk_tier, "FileIO", lambda: FaultyDisk(seed))
+    monkeypatch.setattr(disk_tier, "FileIO", lambda: FaultyDisk(seed, share=0.1))
     life = Life(seed, tmp_path)
     live(life)
     life.engine._lower.close()
