@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pagedjax.engine.request_checks import check_request_id
 from pagedjax.frontend import Frontend, Prompt, check_port, serve_metrics, start_engine
 from pagedjax.heap import settled_heap
 from pagedjax.outputs import RequestOutput
@@ -192,8 +193,7 @@ class AsyncLLM:
         Raises:
             ValueError: `request_id` is no string.
         """
-        if not isinstance(request_id, str):  # the engine's thread would fail to look it up
-            raise ValueError(f"a request id is a string, got {request_id!r}")
+        check_request_id(request_id)  # the engine's thread would fail to look it up
         await asyncio.wrap_future(self._submit(lambda: self._engine.abort(request_id)))
 
     async def stats(self) -> EngineStats:

@@ -245,10 +245,7 @@ class TextStream:
             return None
         new = text[self._sent :]
         self.num_tokens += len(token_ids)
-        if self._context:
-            window = window[self._context :]
-            text = self._decode(window)
-        self._window, self._context, self._sent = window, len(window), len(text)
+        self._end_piece(window, text)
         return new
 
     def _detokenize(self, token: int) -> str:
@@ -259,10 +256,8 @@ class TextStream:
         new = certain[self._sent :]
         if not new and self._is_left_out(token):  # else a long run of them would be decoded anew
             self._window.pop()
-        if new and len(certain) == len(text):  # a complete piece: the next window starts here
-            self._window = self._window[self._context :]
-            self._context = len(self._window)
-            self._sent = len(self._decode(self._window))
+        if new and len(certain) == len(text):
+            self._end_piece(self._window, text)
         elif len(self._window) - self._context > _MOST_UNDECIDED and (
             len(text) - len(certain) > _STILL_UNDECIDED
         ):
@@ -270,6 +265,13 @@ class TextStream:
         else:
             self._sent = max(self._sent, len(certain))
         return new
+
+    def _end_piece(self, window: list[int], text: str) -> None:
+        """All of a window's text is passed on: its last piece is the context of what comes next."""
+        if self._context:
+            window = window[self._context :]
+            text = self._decode(window)
+        self._window, self._context, self._sent = window, len(window), len(text)
 
     def _decide(self, text: str) -> str:
         """Pass on all of the window's text but that of its last tokens, which become the window.

@@ -26,7 +26,7 @@ from pagedjax.engine.lower_tiers import LowerTiers, open_lower_tiers
 from pagedjax.engine.pace import Pace
 from pagedjax.engine.penalties import SeenOwners
 from pagedjax.engine.persistence import recalibrate, resize_pool
-from pagedjax.engine.request_checks import checked_request
+from pagedjax.engine.request_checks import check_request_id, checked_request
 from pagedjax.engine.requests import Completion, LiveRequest
 from pagedjax.engine.runner import ModelRunner
 from pagedjax.engine.sampling_records import SamplingRecords
@@ -172,8 +172,7 @@ class Engine:
         Raises:
             ValueError: the request can not be served; nothing has been queued.
         """
-        if not isinstance(request_id, str):
-            raise ValueError(f"a request id is a string, got {request_id!r}")
+        check_request_id(request_id)
         search = params if isinstance(params, BeamSearchParams) else None
         eos_ids = () if params.ignore_eos else self.generation.eos_ids
         if isinstance(params, BeamSearchParams):

@@ -10,6 +10,16 @@ import numpy as np
 from pagedjax.sampling_params import SamplingParams
 
 
+def check_request_id(request_id: str) -> None:
+    """Refuse what cannot name a request.
+
+    Raises:
+        ValueError: it is no string.
+    """
+    if not isinstance(request_id, str):
+        raise ValueError(f"a request id is a string, got {request_id!r}")
+
+
 def checked_request(
     prompt_token_ids: Sequence[int],
     params: SamplingParams,
