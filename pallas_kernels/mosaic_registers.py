@@ -250,6 +250,41 @@ def store_piece(x: jax.Array, ref: Any) -> None:
     store(x, ref)
 
 
+def store_rows(x: jax.Array, ref: Any, stride: int, begin: jax.Array, end: jax.Array) -> None:
+    """Store some rows of a product, each as it is in global memory.
+
+    Args:
+        x: 16 bits each, `[64, n]`.
+        ref: global memory `[n]` where row 0 belongs, which need not be there if it is not stored.
+        stride: elements from one row in global memory to the next.
+        begin: int32 scalar, the first row to store.
+        end: int32 scalar, the row behind the last.
+    """
+
+    @_inline(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), _SPLAT, _SPLAT))
+    def store(_: Any, value: Any, target: Any, begin: Any, end: Any) -> None:
+        warp, lane = _warp_and_lane()
+        for half in range(2):
+            row = _sum(_times(warp, 16), arith.shrui(lane, _i32(2)), _i32(8 * half))
+            wanted = arith.andi(
+                arith.cmpi(arith.CmpIPredicate.sge, row, begin.registers.item()),
+                arith.cmpi(arith.CmpIPredicate.slt, row, end.registers.item()),
+            )
+            start = _sum(_times(row, 2 * stride), _times(_low_bits(lane, 3), 2 * 2))
+            place = _global_pointer(target, start, 0)
+            for group in range(value.shape[1] // 8):
+                pair = value.registers[0, group, 0, 0, half, 0, 0, 0, 0]
+                utils.inline_ptx(
+                    f"st.global.b32 [$0 + {group * 8 * 2}], $1;",
+                    place,
+                    llvm.bitcast(ir.IntegerType.get_signless(32), pair),
+                    predicate=wanted,
+                    has_side_effects=True,
+                )
+
+    store(x, ref, begin, end)
+
+
 def load_piece(ref: Any, shape: tuple[int, int]) -> jax.Array:
     """Load what another thread block stored with `store_piece` during this kernel."""
 

@@ -229,7 +229,6 @@ def _memory(shape: Shape) -> dict[str, Any]:
         "q_smem": queries,
         "k_smem": swizzled(tiles, shape.product_dtype),
         "v_smem": swizzled(tiles, shape.product_dtype),
-        "stage_smem": plgpu.SMEM((*rows[:2], columns), shape.dtype),
     }
     if config.separate_output:
         memory["o_smem"] = swizzled(rows, shape.dtype)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import prefill_plan as plan
+from pallas_kernels.mosaic_registers import store_rows
 from pallas_kernels.prefill_mosaic_items import (
     TILE_ROWS,
     WARPGROUP_ROWS,
@@ -244,8 +245,8 @@ def _write_output(
             seen, m / LOG2_E + jnp.log(jnp.where(seen, l, 1.0)), -jnp.inf
         )
     whole = (item.low <= row) & (row + WARPGROUP_ROWS <= item.high)
-    if not shape.config.separate_output and shape.config.head_sections > 1:
-        # Rows of nobody end a section, and the queries of the next one may be in place already.
+    if not shape.config.separate_output:
+        # Where rows of nobody end a section, the queries of the next one may be in place already.
         whole &= item.steps > 0
 
     @pl.when(whole)
@@ -276,23 +277,17 @@ def _write_output(
 
 
 def _write_rows(shape: Shape, refs: Refs, item: Item, warpgroup: Any, row: Any, out: Any) -> None:
-    """Store only the rows that the sequence owns, one copy a row.
+    """Store only the rows that the sequence owns, from registers: a copy of each would take longer.
 
     The other rows of the tile belong to neighbours (or lie past the array).
     """
     begin = jnp.clip(item.low - row, 0, WARPGROUP_ROWS)
     end = jnp.clip(item.high - row, 0, WARPGROUP_ROWS)
-    columns = shape.swizzle_columns
-    for c in range(0, shape.head_dim, columns):
-        if c:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        piece = out if columns == shape.head_dim else out[:, c : c + columns]
-        refs.stage_smem[warpgroup] = piece
-        plgpu.commit_smem()
+    if not shape.interpret:
+        first = refs.out_ref.at[row, item.head]
+        store_rows(out, first, shape.q_heads * shape.head_dim, begin, end)
+        return
 
-        @pl.loop(begin, end)
-        def _row(r: Any, c: int = c) -> None:
-            plgpu.copy_smem_to_gmem(
-                refs.stage_smem.at[warpgroup, r],
-                refs.out_ref.at[row + r, item.head, pl.ds(c, columns)],
-            )
+    @pl.loop(begin, end)
+    def _row(r: Any) -> None:
+        refs.out_ref[row + r, item.head] = lax.dynamic_index_in_dim(out, r, keepdims=False)

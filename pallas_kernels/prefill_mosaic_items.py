@@ -91,7 +91,6 @@ class Refs:
     wide_q_smem: Any  # the same memory, as the products want it
     k_smem: Any  # [stages, block_kv, head_dim]
     v_smem: Any  # [stages, block_kv, head_dim]
-    stage_smem: Any  # [2, 64, swizzle_columns], not swizzled
     o_smem: Any = None  # [2, 64, head_dim]
     lse_smem: Any = None  # float32 [2, 64]
     q_full: Any  # barriers [2]: query rows have arrived
