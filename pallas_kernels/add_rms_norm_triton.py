@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import xla
-from pallas_kernels.triton_attention import power_of_two_parts
+from pallas_kernels.triton_attention import power_of_two_parts, sum_of_pieces
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -43,8 +43,13 @@ def _launch(
         out_shape=[like_x, like_x],
         interpret=interpret,
         name="add_rms_norm",
-        compiler_params=plt.CompilerParams(num_warps=4 if dim <= 1024 else 8, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=_warps(dim), num_stages=1),
     )(x, delta, scale)
+
+
+def _warps(dim: int) -> int:
+    """Of a program, which has one row."""
+    return 4 if dim <= 1024 else 8
 
 
 def _kernel(
@@ -54,7 +59,7 @@ def _kernel(
     parts = power_of_two_parts(dim)
     # Rounded before it is normalised, as it is where the two operations are apart.
     sums = [
-        (x_ref[row, part].astype(jnp.float32) + delta_ref[row, part].astype(jnp.float32)).astype(
+        (x_ref[row, part].astype(jnp.float32) + sum_of_pieces(delta_ref, row, part)).astype(
             x_ref.dtype
         )
         for part in parts

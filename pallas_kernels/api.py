@@ -171,20 +171,23 @@ def add_rms_norm(
 
     Args:
         x: residual stream `[tokens, dim]`.
-        delta: what a layer adds, like `x` or in float32.
+        delta: what a layer adds, `[pieces, tokens, dim]` of the dtype of `x` or float32: a sum
+            that is still in pieces, as a product with a divided inner dimension leaves it.
         scale: `[dim]`, of the dtype of `x`.
         eps: added to the mean square.
         implementation: None for the kernel on GPUs and XLA elsewhere.
 
     Returns:
-        `x + delta` and its normalisation times `scale`, both like `x`.
+        `x` plus all of `delta`, and its normalisation times `scale`, both like `x`.
 
     Raises:
         ValueError: a shape or dtype does not fit; the text names got and wanted.
     """
     if x.ndim != 2:
         raise ValueError(f"x must be [tokens, dim], got {x.shape}")
-    check_shape("delta", delta, x.shape, "[tokens, dim]")
+    check_shape("delta", delta, (*delta.shape[:1], *x.shape), "[pieces, tokens, dim]")
+    if not delta.shape[0]:
+        raise ValueError(f"delta must have at least one piece, got {delta.shape}")
     check_shape("scale", scale, x.shape[1:], "[dim]")
     if scale.dtype != x.dtype or delta.dtype not in (x.dtype, jnp.float32):
         raise ValueError(

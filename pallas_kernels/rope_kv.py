@@ -36,8 +36,9 @@ def rotary_heads(
     arXiv:1910.07467 over each head; both compute in float32.
 
     Args:
-        qkv: `[tokens, kv_heads, group + 2, head_dim]`: for each key/value head the queries that
-            share it, then its key, then its value.
+        qkv: `[pieces, tokens, kv_heads, group + 2, head_dim]`: for each key/value head the queries
+            that share it, then its key, then its value; a sum that is still in pieces, as a product
+            with a divided inner dimension leaves it.
         cos: float32 `[tokens, head_dim / 2]`, of each token's angles.
         sin: like `cos`.
         dtype: of the results; a normalised head is rounded to it before it is scaled.
@@ -48,6 +49,7 @@ def rotary_heads(
     Returns:
         `[tokens, kv_heads * group, head_dim]`, and twice `[tokens, kv_heads, head_dim]`.
     """
+    qkv = xla.sum_of_pieces(qkv)
     tokens, kv_heads, rows, head_dim = qkv.shape
     group = rows - 2
     q = qkv[:, :, :group].reshape(tokens, kv_heads * group, head_dim)
@@ -153,14 +155,15 @@ def _check(
     """Raise ValueError for whatever does not fit."""
     check_pool(kv_pool)
     _, _, kv_heads, _, head_dim = parts_of(kv_pool).keys.shape
-    if qkv.ndim != 4 or qkv.shape[1] != kv_heads or qkv.shape[2] < 3 or qkv.shape[3] != head_dim:
+    shape = qkv.shape
+    if qkv.ndim != 5 or not shape[0] or shape[2::2] != (kv_heads, head_dim) or shape[3] < 3:
         raise ValueError(
-            f"qkv must be [tokens, {kv_heads}, group + 2, {head_dim}] for this pool, "
+            f"qkv must be [pieces, tokens, {kv_heads}, group + 2, {head_dim}] for this pool, "
             f"got {qkv.shape}"
         )
     if head_dim % 2:
         raise ValueError(f"rotation wants an even head_dim, got {head_dim}")
-    tokens = qkv.shape[0]
+    tokens = qkv.shape[1]
     for name, angles in (("cos", cos), ("sin", sin)):
         check_shape(name, angles, (tokens, head_dim // 2), "[tokens, head_dim / 2]")
     check_slot_mapping(kv_pool, slot_mapping, tokens)

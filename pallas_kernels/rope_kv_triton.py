@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.pool_parts import Pool, PoolParts, arrays_of, parts_of, pool_like
-from pallas_kernels.triton_attention import check_addresses, power_of_two_parts
+from pallas_kernels.triton_attention import check_addresses, power_of_two_parts, sum_of_pieces
 from pallas_kernels.write_kv_triton import MOST_HEADS, store_heads
 
 PROGRAMS = 1024  # fill the device; more heads per program only while there are as many
@@ -36,7 +36,7 @@ def rope_and_write_kv(
 ) -> tuple[jax.Array, Pool]:
     """See `pallas_kernels.rope_and_write_kv`; one program has one token and some heads."""
     check_addresses(kv_pool)
-    tokens, kv_heads, rows, head_dim = qkv.shape
+    _, tokens, kv_heads, rows, head_dim = qkv.shape
     group = rows - 2
     arrays = arrays_of(kv_pool)
     named = {
@@ -85,7 +85,7 @@ def _kernel(
     q_ref = refs[num_arrays + len(names)]
     pool = PoolParts(refs[-num_arrays], refs[-1], value_index)
     qkv, dtype = inputs["qkv"], q_ref.dtype
-    group, head_dim = qkv.shape[2] - 2, qkv.shape[3]
+    group, head_dim = qkv.shape[3] - 2, qkv.shape[4]
     half = head_dim // 2
     low = power_of_two_parts(half)
     high = [pl.ds(half + part.start, part.size) for part in low]
@@ -93,12 +93,16 @@ def _kernel(
     token = pl.program_id(1)
     angles = [(inputs["cos"][token, part][None], inputs["sin"][token, part][None]) for part in low]
 
-    def row(index: int, norm: Any | None) -> tuple[list[jax.Array], list[jax.Array]]:
+    @functools.cache
+    def row(index: int) -> list[list[jax.Array]]:
         """A row of every head, in float32: the halves of a head, in parts."""
-        halves = [
-            [qkv[token, head, index, part].astype(jnp.float32) for part in parts]
+        return [
+            [sum_of_pieces(qkv, token, head, index, part) for part in parts]
             for parts in (low, high)
         ]
+
+    def normalised(index: int, norm: Any | None) -> list[list[jax.Array]]:
+        halves = row(index)
         if norm is not None:
             squares = [jnp.sum(x * x, axis=-1) for parts in halves for x in parts]
             mean = functools.reduce(lambda a, b: a + b, squares) / head_dim
@@ -112,10 +116,10 @@ def _kernel(
                 ]
                 for parts, places in zip(halves, (low, high), strict=True)
             ]
-        return halves[0], halves[1]
+        return halves
 
     def rotated(index: int, norm: Any | None) -> list[tuple[Any, jax.Array]]:
-        firsts, seconds = row(index, norm)
+        firsts, seconds = normalised(index, norm)
         turned = []
         for first, second, (cos, sin), lower, upper in zip(
             firsts, seconds, angles, low, high, strict=True
@@ -124,6 +128,9 @@ def _kernel(
             turned.append((upper, second * cos + first * sin))
         return [(part, x.astype(dtype)) for part, x in turned]
 
+    if heads == 1:  # all reads are under way before a write, which those after it would wait for
+        for index in range(group + 2):
+            row(index)
     for index in range(group):
         for part, x in rotated(index, inputs.get("q_norm")):
             q_ref[token, head, index, part] = x
@@ -133,6 +140,6 @@ def _kernel(
         if "key_mean" in inputs:
             x = x.astype(jnp.float32) - inputs["key_mean"][head, part]
         store_heads(pool, 0, slot, head, part, x, scales)
-    for part in (*low, *high):
-        x = qkv[token, head, group + 1, part].astype(dtype)
-        store_heads(pool, 1, slot, head, part, x, scales)
+    for parts, values in zip((low, high), row(group + 1), strict=True):
+        for part, x in zip(parts, values, strict=True):
+            store_heads(pool, 1, slot, head, part, x.astype(dtype), scales)

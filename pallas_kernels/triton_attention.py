@@ -5,6 +5,7 @@ The softmax is computed online (Milakov and Gimelshein, arXiv:1805.02867), in po
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -163,3 +164,9 @@ def power_of_two_parts(size: int) -> list[pl.Slice]:
         parts.append(pl.ds(start, part))
         start += part
     return parts
+
+
+def sum_of_pieces(ref: Any, *where: Any) -> jax.Array:
+    """What a reference holds at an index behind its first axis, summed over that; float32."""
+    pieces = [ref[piece, *where].astype(jnp.float32) for piece in range(ref.shape[0])]
+    return functools.reduce(lambda a, b: a + b, pieces)

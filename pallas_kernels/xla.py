@@ -54,8 +54,13 @@ def add_rms_norm(
     x: jax.Array, delta: jax.Array, scale: jax.Array, eps: float
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.add_rms_norm`."""
-    total = (x.astype(jnp.float32) + delta.astype(jnp.float32)).astype(x.dtype)
+    total = (x.astype(jnp.float32) + sum_of_pieces(delta)).astype(x.dtype)
     return total, rms_norm(total, scale, eps, x.dtype)
+
+
+def sum_of_pieces(pieces: jax.Array) -> jax.Array:
+    """The sum over the first axis, float32."""
+    return jnp.sum(pieces, axis=0, dtype=jnp.float32)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: Any) -> jax.Array:

@@ -25,7 +25,7 @@ from pagedjax.engine.programs import THREADS_EACH, BuildTimes, build, report
 from pagedjax.engine.sampler import SampleOutputs
 from pagedjax.engine.step import redraw, run_step
 from pagedjax.engine.step_inputs import SamplingLayout, StepLayout
-from pagedjax.layers.linear import MANY_TOKENS
+from pagedjax.layers.linear import FEW_TOKENS, MANY_TOKENS
 from pagedjax.models.arch import ArchConfig
 from pagedjax.models.params import Params
 
@@ -397,6 +397,8 @@ def _compiler_options(platform: str, *, products: int) -> dict[str, Any] | None:
         "xla_gpu_autotune_level": 2,
         "xla_gpu_force_compilation_parallelism": THREADS_EACH,
     }
+    if FEW_TOKENS < products < MANY_TOKENS:  # divided already, where it pays
+        options["xla_gpu_experimental_force_split_k"] = 1
     if products >= MANY_TOKENS:  # cuBLAS is as fast as anything XLA could generate and choose from
         options["xla_gpu_enable_triton_gemm"] = False
     if not products:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from pagedjax.layers.linear import project
+from pagedjax.layers.linear import project_in_pieces
 from pagedjax.layers.norms import RMSNorm
 from pagedjax.layers.rope import Rotation
 from pagedjax.models.arch import ArchConfig
@@ -41,7 +41,8 @@ class Heads:
     A memory does that itself: one that is written to does all of it in one kernel.
 
     Attributes:
-        qkv: for each key/value head the queries that share it, then its key, then its value.
+        qkv: for each key/value head the queries that share it, then its key, then its value; as
+            `project_in_pieces` leaves them.
         rotation: angles of the tokens.
         dtype: what the heads are rounded to.
         q_norm: scales of the normalisation of queries, if there is one.
@@ -49,7 +50,7 @@ class Heads:
         eps: added to the mean squares.
     """
 
-    qkv: Float[Array, "tokens kv_heads group+2 head_dim"]
+    qkv: Float[Array, "pieces tokens kv_heads group+2 head_dim"]
     rotation: Rotation
     dtype: jnp.dtype
     q_norm: Float[Array, " head_dim"] | None
@@ -118,19 +119,18 @@ class Attention(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "tokens embed"], rotation: Rotation, memory: MemoryT
-    ) -> tuple[Float[Array, "tokens embed"], MemoryT]:
+    ) -> tuple[Float[Array, "pieces tokens embed"], MemoryT]:
         """Mix information between tokens.
 
         Returns:
-            What is to be added to the residual stream, in `product_dtype`, and the memory as it is
-            now.
+            What is to be added to the residual stream, as `project_in_pieces` leaves it, and the
+            memory as it is now.
         """
         arch = self.arch
-        qkv = project(x, self.qkv[...])
-        if arch.qkv_bias:
-            qkv = qkv + self.qkv_bias[...][None].astype(qkv.dtype)
         heads = Heads(
-            qkv=qkv,
+            qkv=project_in_pieces(
+                x, self.qkv[...], bias=self.qkv_bias[...] if arch.qkv_bias else None
+            ),
             rotation=rotation,
             dtype=x.dtype,
             q_norm=self.q_norm.scale[...] if arch.qk_norm else None,
@@ -138,7 +138,5 @@ class Attention(nnx.Module):
             eps=arch.norm_eps,
         )
         mixed, memory = memory.attend(heads, window=self.window)
-        out = project(mixed, self.out[...], contract=2)
-        if arch.out_bias:
-            out = out + self.out_bias[...][None].astype(out.dtype)
-        return out, memory
+        bias = self.out_bias[...] if arch.out_bias else None
+        return project_in_pieces(mixed, self.out[...], contract=2, bias=bias), memory

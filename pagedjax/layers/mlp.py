@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from pagedjax.layers.linear import project
+from pagedjax.layers.linear import project, project_in_pieces
 from pagedjax.models.arch import ArchConfig
 
 
@@ -24,8 +24,8 @@ class MLP(nnx.Module):
             init(rngs.params(), (arch.embed, arch.mlp), dtype), axes=("embed", "mlp")
         )
 
-    def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "tokens embed"]:
-        """Apply to each token; the result is in `product_dtype`."""
+    def __call__(self, x: Float[Array, "tokens embed"]) -> Float[Array, "pieces tokens embed"]:
+        """Apply to each token; the result as `project_in_pieces` leaves it."""
         gate_up = project(x, self.gate_up[...])
         inner = jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
-        return project(inner.astype(x.dtype), self.down[...])
+        return project_in_pieces(inner.astype(x.dtype), self.down[...])

@@ -18,7 +18,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def add(
-        self, x: Float[Array, "tokens dim"], delta: Float[Array, "tokens dim"]
+        self, x: Float[Array, "tokens dim"], delta: Float[Array, "pieces tokens dim"]
     ) -> tuple[Float[Array, "tokens dim"], Float[Array, "tokens dim"]]:
-        """The residual stream with `delta` added to it, and that normalised."""
+        """The residual stream with all of `delta` added to it, and that normalised."""
         return add_rms_norm(x, delta, self.scale[...], eps=self.eps)

@@ -13,14 +13,14 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from pagedjax.layers.attention import Attention, MemoryT, WithinSequence
-from pagedjax.layers.linear import product_dtype, project
+from pagedjax.layers.linear import project
 from pagedjax.layers.mlp import MLP
 from pagedjax.layers.norms import RMSNorm
 from pagedjax.layers.rope import Rotation
 from pagedjax.models.arch import ArchConfig
 
-# The residual stream `[tokens, embed]`, and what is still to be added to it.
-Stream = tuple[Float[Array, "tokens embed"], Float[Array, "tokens embed"]]
+# The residual stream `[tokens, embed]`, and what is still to be added to it, in pieces.
+Stream = tuple[Float[Array, "tokens embed"], Float[Array, "pieces tokens embed"]]
 
 
 class Embedding(nnx.Module):
@@ -115,8 +115,9 @@ class Decoder(nnx.Module):
             The normalised residual stream, ready for `logits`, and the memories as they are now.
         """
         embedded = self.embed.table[...][tokens]
-        nothing = jnp.zeros(embedded.shape, product_dtype(len(tokens), embedded.dtype))
-        stream = embedded, nothing  # so that the first layer is like all others
+        # Zeros like what an MLP adds, so that the first layer is like all others.
+        added = jax.eval_shape(self.layers[0].mlp, embedded)
+        stream = embedded, jnp.zeros(added.shape, added.dtype)
         rotation = Rotation.at(positions, self.arch.rope, self.arch.head_dim)
         after = []
         for layer, memory in zip(self.layers, memories, strict=True):

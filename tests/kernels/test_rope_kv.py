@@ -20,6 +20,7 @@ LAST_BITS = {"bfloat16": (2**-7, 2**-7), "float8_e4m3fn": (2**-3, 1.0), "int8": 
 def numpy_heads(qkv, cos, sin, q_norm, k_norm):
     """Queries, keys and values in float64."""
     qkv, cos, sin = (np.asarray(x, np.float64) for x in (qkv, cos, sin))
+    qkv = qkv.sum(axis=0)
     group, half = qkv.shape[2] - 2, qkv.shape[3] // 2
 
     def made(x, norm):
@@ -33,9 +34,9 @@ def numpy_heads(qkv, cos, sin, q_norm, k_norm):
     return made(q, q_norm), made(qkv[:, :, group], k_norm), qkv[:, :, group + 1]
 
 
-def problem(seed, tokens, kv_heads, group, head_dim, *, norms, dtype=jnp.float32):
+def problem(seed, tokens, kv_heads, group, head_dim, *, norms, dtype=jnp.float32, pieces=1):
     rng = np.random.default_rng(seed)
-    qkv = jnp.asarray(rng.normal(size=(tokens, kv_heads, group + 2, head_dim)), dtype)
+    qkv = jnp.asarray(rng.normal(size=(pieces, tokens, kv_heads, group + 2, head_dim)), dtype)
     angles = rng.uniform(0, 7, (tokens, head_dim // 2))
     cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
     q_norm, k_norm = (
@@ -59,12 +60,13 @@ def run(implementation, pool, qkv, cos, sin, slots, **options):
     ("tokens", "kv_heads", "group", "head_dim"),
     [(5, 2, 4, 16), (1, 3, 1, 80), (4, 1, 7, 64), (12, 8, 1, 16)],
 )
-@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("norms", "pieces"), [(False, 1), (True, 1), (True, 4), (False, 3)])
 def test_heads_are_normalised_rotated_and_written(
-    monkeypatch, implementation, tokens, kv_heads, group, head_dim, norms
+    monkeypatch, implementation, tokens, kv_heads, group, head_dim, norms, pieces
 ):
     monkeypatch.setattr(rope_kv_triton, "PROGRAMS", 12)  # the last case has 8 heads in each
-    qkv, cos, sin, how = problem(tokens, tokens, kv_heads, group, head_dim, norms=norms)
+    sizes = (tokens, kv_heads, group, head_dim)
+    qkv, cos, sin, how = problem(tokens, *sizes, norms=norms, pieces=pieces)
     blocks = 2 + tokens // 16 + 1
     pool = jnp.full((blocks, 2, kv_heads, 16, head_dim), jnp.nan, jnp.float32)
     slots = 16 + np.random.default_rng(0).permutation((blocks - 1) * 16)[:tokens].astype(np.int32)
@@ -73,16 +75,18 @@ def test_heads_are_normalised_rotated_and_written(
     np.testing.assert_allclose(q, want_q, atol=1e-5)
     written = np.asarray(pool).transpose(0, 3, 1, 2, 4).reshape(blocks * 16, 2, kv_heads, head_dim)
     np.testing.assert_allclose(written[slots, 0], want_k, atol=1e-5)
-    np.testing.assert_array_equal(written[slots, 1], want_v.astype(np.float32))
+    np.testing.assert_allclose(written[slots, 1], want_v, rtol=0, atol=1e-6 * (pieces - 1))
     assert np.isnan(np.delete(written, slots, axis=0)).all()
 
 
 @pytest.mark.parametrize("pool_dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8, "pair"])
-@pytest.mark.parametrize("qkv_dtype", [jnp.bfloat16, jnp.float32])
-def test_the_kernel_writes_what_the_separate_operations_write(pool_dtype, qkv_dtype):
+@pytest.mark.parametrize(
+    ("qkv_dtype", "pieces"), [(jnp.bfloat16, 1), (jnp.float32, 1), (jnp.float32, 4)]
+)
+def test_the_kernel_writes_what_the_separate_operations_write(pool_dtype, qkv_dtype, pieces):
     """Up to the last bit: the interpreter rounds products of bfloat16 elsewhere than XLA."""
     tokens, kv_heads, head_dim = 6, 2, 32
-    qkv, cos, sin, how = problem(1, tokens, kv_heads, 2, head_dim, norms=True)
+    qkv, cos, sin, how = problem(1, tokens, kv_heads, 2, head_dim, norms=True, pieces=pieces)
     qkv = qkv.astype(qkv_dtype)
     shape = (3, 2, kv_heads, 16, head_dim)
     if pool_dtype == "pair":
@@ -113,12 +117,14 @@ def test_the_kernel_writes_what_the_separate_operations_write(pool_dtype, qkv_dt
 
 @pytest.mark.parametrize("pool_dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
 @pytest.mark.parametrize(
-    ("tokens", "kv_heads", "group", "head_dim"),
-    [(1, 8, 4, 128), (2048, 40, 1, 128), (64, 8, 2, 128), (16, 4, 7, 112)],
+    ("pieces", "tokens", "kv_heads", "group", "head_dim"),
+    [(1, 1, 8, 4, 128), (1, 2048, 40, 1, 128), (4, 64, 8, 2, 128), (2, 16, 4, 7, 112)],
 )
-def test_it_compiles_for_a_gpu_at_real_shapes(pool_dtype, tokens, kv_heads, group, head_dim):
+def test_it_compiles_for_a_gpu_at_real_shapes(
+    pool_dtype, pieces, tokens, kv_heads, group, head_dim
+):
     compressed = pool_dtype != jnp.bfloat16
-    qkv = jax.ShapeDtypeStruct((tokens, kv_heads, group + 2, head_dim), jnp.float32)
+    qkv = jax.ShapeDtypeStruct((pieces, tokens, kv_heads, group + 2, head_dim), jnp.float32)
     pool = jax.ShapeDtypeStruct((1000, 2, kv_heads, 16, head_dim), pool_dtype)
     angle = jax.ShapeDtypeStruct((tokens, head_dim // 2), jnp.float32)
     slots = jax.ShapeDtypeStruct((tokens,), jnp.int32)
@@ -145,7 +151,10 @@ def test_bad_arguments_are_refused_with_what_was_got_and_wanted():
         with pytest.raises(ValueError, match=match):
             pallas_kernels.rope_and_write_kv(pool, qkv, cos, sin, slots, **(how | changes))
 
-    refused(r"qkv must be \[tokens, 2, group \+ 2, 16\].*got \(4, 2, 2, 16\)", qkv=qkv[:, :, :2])
+    wanted = r"qkv must be \[pieces, tokens, 2, group \+ 2, 16\].*got "
+    refused(wanted + r"\(1, 4, 2, 2, 16\)", qkv=qkv[:, :, :, :2])
+    refused(wanted + r"\(4, 2, 4, 16\)", qkv=qkv[0])
+    refused(wanted + r"\(0, 4, 2, 4, 16\)", qkv=qkv[:0])
     refused(r"cos.*\(4, 4\)", cos=cos[:, :4])
     refused("q_norm and k_norm go together", k_norm=None)
     refused("dtype must be the pool's float32, got bfloat16", dtype=jnp.bfloat16)

@@ -41,7 +41,7 @@ def test_rotation_is_multiplication_by_a_complex_phase():
     phase = np.exp(1j * positions[:, None] * 1e4 ** -(np.arange(half) / half))
     turned = (x[:, :2, :half] + 1j * x[:, :2, half:]) * phase[:, None]
     rotation = Rotation.at(jnp.asarray(positions), rope, head_dim)
-    qkv = jnp.asarray(x)[:, None]  # one query, one key, one value
+    qkv = jnp.asarray(x)[None, :, None]  # one query, one key, one value
     got = jnp.concatenate(
         rotary_heads(qkv, rotation.cos, rotation.sin, dtype=jnp.float32)[:2], axis=1
     )
