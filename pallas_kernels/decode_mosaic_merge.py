@@ -14,7 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mosaic_registers import arrive, load_per_column, load_piece, store_piece
+from pallas_kernels.mosaic_global import arrive, load_per_column, load_piece, store_piece
 
 # The running maximum before any key is seen: finite, so that masked scores (-inf) weigh 0.
 LOWEST = -1e30

@@ -1,4 +1,4 @@
-"""Register-level pieces of the Mosaic kernels that Pallas has no operation for.
+"""8-bit keys and values in the register operands of products, which Pallas has no operation for.
 
 Each function is a few PTX instructions per thread, written against the fragments of wgmma: a warp
 holds 16 rows of 64, a thread of it the rows `lane / 4` and `lane / 4 + 8` and, of every 8 columns,
@@ -12,7 +12,7 @@ widened keys must be laid out, and `store_columns` puts the products of widened 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,9 +20,24 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array as fa
-from jax.experimental.mosaic.gpu import utils as mosaic_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.mosaic_ptx import (
+    SPLAT,
+    add,
+    bit,
+    constant,
+    extract,
+    inline,
+    insert,
+    low_bits,
+    shared_address,
+    shared_pointer,
+    times,
+    utils,
+    warp_and_lane,
+)
 
 # Dimension of a head at each place of every 16 in the queries that meet `widened_keys`.
 KEY_ORDER = (0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15)
@@ -30,9 +45,6 @@ KEY_ORDER = (0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15)
 BYTES_TILED = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
 HALVES_TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _TILE_BYTES = 8 * 128  # 8 rows of 128 bytes, of which 16 bytes trade places by row
-_SPLAT: Any = plgpu.Layout.WG_SPLAT(())
-_inline: Any = plgpu.inline_mgpu  # its type is that of the code, not of the function
-utils: Any = mosaic_utils  # JAX 0.10 lacks some, but does not come here
 
 
 def in_key_order(q: jax.Array) -> jax.Array:
@@ -52,18 +64,18 @@ def widened_keys(keys: Any, rows: int, head_dim: int) -> jax.Array:
     row_bytes = head_dim // 128 * _TILE_BYTES  # of 8 rows
 
     def load(_: Any, ref: Any) -> Any:
-        warp, lane = _warp_and_lane()
-        half, chunk, row = _bit(lane, 3), _bit(lane, 4), _low_bits(lane, 7)
+        warp, lane = warp_and_lane()
+        half, chunk, row = bit(lane, 3), bit(lane, 4), low_bits(lane, 7)
         # A lane names one row of 16 bytes: 4 matrices of 8 rows, two below and two beside another.
-        start = _sum(
-            _shared_address(ref),
-            _times(_sum(_times(warp, 2), half), row_bytes),
-            _times(row, 128),
-            _times(arith.xori(chunk, row), 16),
+        start = add(
+            shared_address(ref),
+            times(add(times(warp, 2), half), row_bytes),
+            times(row, 128),
+            times(arith.xori(chunk, row), 16),
         )
         registers = np.empty(fa.WGMMA_LAYOUT.registers_shape((rows, head_dim)), dtype=object)
         for columns in range(head_dim // 32):
-            place = arith.xori(start, _i32(columns % 4 * 32))
+            place = arith.xori(start, constant(columns % 4 * 32))
             for block in range(rows // 64):
                 offset = block * 8 * row_bytes + columns // 4 * _TILE_BYTES
                 loaded = _load_matrices(place, offset, transposed=False)
@@ -88,14 +100,14 @@ def widened_values(values: Any, rows: int, head_dim: int) -> jax.Array:
     row_bytes = head_dim // 128 * _TILE_BYTES
 
     def load(_: Any, ref: Any) -> Any:
-        warp, lane = _warp_and_lane()
-        beside, below, row = _bit(lane, 3), _bit(lane, 4), _low_bits(lane, 7)
-        chunk = _sum(_times(warp, 2), beside)  # of the 32 dimensions that are this warp's
-        start = _sum(
-            _shared_address(ref),
-            _times(below, row_bytes),
-            _times(row, 128),
-            _times(arith.xori(chunk, row), 16),
+        warp, lane = warp_and_lane()
+        beside, below, row = bit(lane, 3), bit(lane, 4), low_bits(lane, 7)
+        chunk = add(times(warp, 2), beside)  # of the 32 dimensions that are this warp's
+        start = add(
+            shared_address(ref),
+            times(below, row_bytes),
+            times(row, 128),
+            times(arith.xori(chunk, row), 16),
         )
         registers = np.empty(fa.WGMMA_LAYOUT.registers_shape((head_dim, rows)), dtype=object)
         for step in range(rows // 16):
@@ -124,32 +136,32 @@ def widen_tile(eight_bits: Any, wide: Any, rows: int) -> None:
         rows: a multiple of 32.
     """
 
-    @_inline(arg_types=(plgpu.RefType(BYTES_TILED), plgpu.RefType(HALVES_TILED)))
+    @inline(arg_types=(plgpu.RefType(BYTES_TILED), plgpu.RefType(HALVES_TILED)))
     def widen(_: Any, source: Any, target: Any) -> None:
-        warp, lane = _warp_and_lane()
+        warp, lane = warp_and_lane()
         # 8 lanes, which shared memory serves at a time, take 4 pieces of 16 bytes in each of two
         # rows: r and r ^ 5, whose swizzles keep both the loads and the stores on distinct banks.
-        piece, other = _low_bits(lane, 3), _bit(lane, 2)
-        row = arith.xori(arith.shrui(lane, _i32(3)), _times(other, 5))
-        in_row = _times(row, 128)
-        load_from = _sum(
-            _shared_address(source),
-            _times(warp, _TILE_BYTES),
+        piece, other = low_bits(lane, 3), bit(lane, 2)
+        row = arith.xori(arith.shrui(lane, constant(3)), times(other, 5))
+        in_row = times(row, 128)
+        load_from = add(
+            shared_address(source),
+            times(warp, _TILE_BYTES),
             in_row,
-            _times(arith.xori(piece, row), 16),
+            times(arith.xori(piece, row), 16),
         )
-        store_to = _sum(
-            _shared_address(target),
-            _times(warp, 2 * _TILE_BYTES),
+        store_to = add(
+            shared_address(target),
+            times(warp, 2 * _TILE_BYTES),
             in_row,
-            _times(arith.xori(_times(piece, 2), row), 16),
+            times(arith.xori(times(piece, 2), row), 16),
         )
         i32 = row.type
         places = [(n, half) for n in range(rows // 32) for half in range(2)]
         pieces = [
             utils.inline_ptx(
                 f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {n * 4 * _TILE_BYTES}];",
-                arith.xori(load_from, _i32(64 * half)),
+                arith.xori(load_from, constant(64 * half)),
                 result_types=(i32,) * 4,
                 has_side_effects=True,
             )
@@ -160,7 +172,7 @@ def widen_tile(eight_bits: Any, wide: Any, rows: int) -> None:
             for i in range(2):
                 utils.inline_ptx(
                     f"st.shared.v4.b32 [$0 + {(8 * n + half) * _TILE_BYTES}], {{$1, $2, $3, $4}};",
-                    arith.xori(store_to, _i32(16 * i)),
+                    arith.xori(store_to, constant(16 * i)),
                     *pairs[4 * i : 4 * i + 4],
                     has_side_effects=True,
                 )
@@ -178,26 +190,26 @@ def zero_rows(values: Any, low: jax.Array, high: jax.Array) -> None:
         high: likewise.
     """
 
-    @_inline(arg_types=(plgpu.RefType(BYTES_TILED), _SPLAT, _SPLAT))
+    @inline(arg_types=(plgpu.RefType(BYTES_TILED), SPLAT, SPLAT))
     def zero(_: Any, ref: Any, low: Any, high: Any) -> None:
         groups, parts = ir.MemRefType(ref.type).shape[:2]
-        row = _low_bits(utils.thread_idx(), 127)  # a row of each thread
+        row = low_bits(utils.thread_idx(), 127)  # a row of each thread
         unseen = arith.ori(
             arith.cmpi(arith.CmpIPredicate.slt, row, low.registers.item()),
             arith.cmpi(arith.CmpIPredicate.sge, row, high.registers.item()),
         )
-        exists = arith.cmpi(arith.CmpIPredicate.slt, row, _i32(8 * groups))
-        start = _sum(
-            _shared_address(ref),
-            _times(arith.shrui(row, _i32(3)), parts * _TILE_BYTES),
-            _times(_low_bits(row, 7), 128),
+        exists = arith.cmpi(arith.CmpIPredicate.slt, row, constant(8 * groups))
+        start = add(
+            shared_address(ref),
+            times(arith.shrui(row, constant(3)), parts * _TILE_BYTES),
+            times(low_bits(row, 7), 128),
         )
         for part in range(parts):
             for offset in range(0, 128, 16):
                 utils.inline_ptx(
                     f"st.shared.v4.b32 [$0 + {part * _TILE_BYTES + offset}], {{$1, $1, $1, $1}};",
                     start,
-                    _i32(0),
+                    constant(0),
                     predicate=arith.andi(unseen, exists),
                 )
 
@@ -213,16 +225,16 @@ def store_columns(x: jax.Array, ref: Any, dtype: Any) -> None:
         dtype: of `ref`.
     """
 
-    @_inline(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
+    @inline(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
     def store(_: Any, value: Any, target: Any) -> None:
-        warp, lane = _warp_and_lane()
+        warp, lane = warp_and_lane()
         head_dim = value.shape[0]
         itemsize = jnp.dtype(dtype).itemsize
         element = utils.dtype_to_ir_type(dtype)
-        row = _times(_low_bits(lane, 3), 2)  # of the target: a column of the product
-        column = _sum(_times(warp, 32), _times(arith.shrui(lane, _i32(2)), 2))
-        start = _sum(
-            _shared_address(target), _times(row, head_dim * itemsize), _times(column, itemsize)
+        row = times(low_bits(lane, 3), 2)  # of the target: a column of the product
+        column = add(times(warp, 32), times(arith.shrui(lane, constant(2)), 2))
+        start = add(
+            shared_address(target), times(row, head_dim * itemsize), times(column, itemsize)
         )
         pair_type = ir.VectorType.get((2,), ir.F32Type.get())
         for block, group in np.ndindex(*value.registers.shape[:2]):
@@ -230,135 +242,19 @@ def store_columns(x: jax.Array, ref: Any, dtype: Any) -> None:
             for i in range(2):
                 pair = llvm.mlir_undef(pair_type)
                 for j, half in enumerate(halves):
-                    pair = _insert(_extract(half, i), pair, j)
+                    pair = insert(extract(half, i), pair, j)
                 if dtype != jnp.float32:
                     pair = arith.truncf(ir.VectorType.get((2,), element), pair)
                 place = (8 * group + i) * head_dim + block // 2 * 128 + block % 2 * 16
-                llvm.store(pair, _shared_pointer(_sum(start, _i32(place * itemsize))))
+                llvm.store(pair, shared_pointer(add(start, constant(place * itemsize))))
 
     store(x, ref)
-
-
-def store_piece(x: jax.Array, ref: Any) -> None:
-    """Store float32 `[m, n]` of a product to global memory, for `load_piece`."""
-
-    @_inline(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
-    def store(_: Any, value: Any, target: Any) -> None:
-        for register, place in _places(value.shape, target):
-            llvm.store(value.registers[register], place)
-
-    store(x, ref)
-
-
-def store_rows(x: jax.Array, ref: Any, stride: int, begin: jax.Array, end: jax.Array) -> None:
-    """Store some rows of a product, each as it is in global memory.
-
-    Args:
-        x: 16 bits each, `[64, n]`.
-        ref: global memory `[n]` where row 0 belongs, which need not be there if it is not stored.
-        stride: elements from one row in global memory to the next.
-        begin: int32 scalar, the first row to store.
-        end: int32 scalar, the row behind the last.
-    """
-
-    @_inline(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), _SPLAT, _SPLAT))
-    def store(_: Any, value: Any, target: Any, begin: Any, end: Any) -> None:
-        warp, lane = _warp_and_lane()
-        for half in range(2):
-            row = _sum(_times(warp, 16), arith.shrui(lane, _i32(2)), _i32(8 * half))
-            wanted = arith.andi(
-                arith.cmpi(arith.CmpIPredicate.sge, row, begin.registers.item()),
-                arith.cmpi(arith.CmpIPredicate.slt, row, end.registers.item()),
-            )
-            start = _sum(_times(row, 2 * stride), _times(_low_bits(lane, 3), 2 * 2))
-            place = _global_pointer(target, start, 0)
-            for group in range(value.shape[1] // 8):
-                pair = value.registers[0, group, 0, 0, half, 0, 0, 0, 0]
-                utils.inline_ptx(
-                    f"st.global.b32 [$0 + {group * 8 * 2}], $1;",
-                    place,
-                    llvm.bitcast(ir.IntegerType.get_signless(32), pair),
-                    predicate=wanted,
-                    has_side_effects=True,
-                )
-
-    store(x, ref, begin, end)
-
-
-def load_piece(ref: Any, shape: tuple[int, int]) -> jax.Array:
-    """Load what another thread block stored with `store_piece` during this kernel."""
-
-    @_inline(
-        arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA),
-    )
-    def load(_: Any, source: Any) -> Any:
-        registers = np.empty(fa.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
-        for register, place in _places(shape, source):
-            registers[register] = _load_pair(place)
-        return fa.FragmentedArray(_registers=registers, _layout=fa.WGMMA_LAYOUT, _is_signed=None)
-
-    return load(ref)
-
-
-def load_per_column(ref: Any, columns: int) -> jax.Array:
-    """Load float32 `[columns]` that another thread block stored during this kernel."""
-    layout = plgpu.Layout.WGMMA.reduce(0)
-
-    @_inline(
-        arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=layout),
-    )
-    def load(_: Any, source: Any) -> Any:
-        _, lane = _warp_and_lane()
-        start = _times(_low_bits(lane, 3), 2 * 4)
-        registers = np.empty((columns // 8, 1, 1), dtype=object)
-        for i in range(columns // 8):
-            registers[i, 0, 0] = _load_pair(_global_pointer(source, start, i * 8 * 4))
-        return fa.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
-
-    return load(ref)
-
-
-def arrive(counter: Any, flag: Any) -> jax.Array:
-    """Publish this warpgroup's stores to global memory and count it in.
-
-    Args:
-        counter: int32 element of global memory.
-        flag: int32 `[1]` of shared memory, this warpgroup's own.
-
-    Returns:
-        How many had arrived before. Whatever those stored is visible to all threads afterwards.
-    """
-
-    @_inline(
-        arg_types=(plgpu.RefType(), plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SPLAT),
-    )
-    def count(_: Any, counter: Any, flag: Any) -> Any:
-        place, pointer = _shared_address(flag), utils.memref_ptr(counter)
-        utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
-        utils.warpgroup_barrier()
-        with utils.single_thread(scope=utils.ThreadSubset.WARPGROUP):
-            before = utils.inline_ptx(
-                "atom.acq_rel.gpu.global.add.u32 $0, [$1], 1;",
-                pointer,
-                result_types=place.type,
-                has_side_effects=True,
-            )
-            llvm.store(before, _shared_pointer(place))
-        utils.warpgroup_barrier()
-        before = llvm.load(place.type, _shared_pointer(place), volatile_=True)
-        utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
-        return fa.FragmentedArray.splat(before, (), is_signed=True)
-
-    return count(counter, flag)
 
 
 def _load_operand(load: Callable[..., Any], shape: tuple[int, int], ref: Any) -> jax.Array:
     result = plgpu.ShapeDtypeStruct(shape, jnp.float16, layout=plgpu.Layout.WGMMA)
     ref_type = plgpu.RefType(BYTES_TILED)
-    return _inline(arg_types=(ref_type,), return_type=result)(load)(ref)
+    return inline(arg_types=(ref_type,), return_type=result)(load)(ref)
 
 
 def _load_matrices(address: Any, offset: int, *, transposed: bool) -> tuple[Any, ...]:
@@ -383,82 +279,3 @@ def _widened(four: Any) -> tuple[Any, Any]:
     pair_type = ir.VectorType.get((2,), ir.F16Type.get())
     low, high = (llvm.bitcast(pair_type, pair) for pair in pairs)
     return low, high
-
-
-def _places(shape: tuple[int, int], ref: Any) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """Registers of a float32 fragment, and where in row-major global memory each belongs."""
-    warp, lane = _warp_and_lane()
-    row = _sum(_times(warp, 16), arith.shrui(lane, _i32(2)))
-    start = _sum(_times(row, shape[1] * 4), _times(_low_bits(lane, 3), 2 * 4))
-    for block, group in np.ndindex(shape[0] // 64, shape[1] // 8):
-        for half in range(2):
-            offset = (block * 64 + half * 8) * shape[1] + group * 8
-            place = _global_pointer(ref, start, offset * 4)
-            yield (block, group, 0, 0, half, 0, 0, 0, 0), place
-
-
-def _load_pair(pointer: Any) -> Any:
-    """Two float32 that another multiprocessor may have stored: past the L1 cache."""
-    f32 = ir.F32Type.get()
-    pair = utils.inline_ptx(
-        "ld.relaxed.gpu.global.v2.f32 {$0, $1}, [$2];",
-        pointer,
-        result_types=(f32, f32),
-        has_side_effects=True,
-    )
-    both = llvm.mlir_undef(ir.VectorType.get((2,), f32))
-    for i, x in enumerate(pair):
-        both = _insert(x, both, i)
-    return both
-
-
-def _warp_and_lane() -> tuple[Any, Any]:
-    thread = utils.thread_idx()
-    return _low_bits(arith.shrui(thread, _i32(5)), 3), _low_bits(thread, 31)
-
-
-def _shared_address(ref: Any) -> Any:
-    return llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(ref))
-
-
-def _shared_pointer(address: Any) -> Any:
-    return llvm.inttoptr(llvm.PointerType.get(3), address)
-
-
-def _global_pointer(ref: Any, start: Any, offset: int) -> Any:
-    bytes_ = arith.extui(ir.IntegerType.get_signless(64), _sum(start, _i32(offset)))
-    return utils.getelementptr(utils.memref_ptr(ref), [bytes_], ir.IntegerType.get_signless(8))
-
-
-def _extract(vector_: Any, i: int) -> Any:
-    where = ir.DenseI64ArrayAttr.get([i])
-    return vector.extract(vector_, dynamic_position=[], static_position=where)
-
-
-def _insert(x: Any, vector_: Any, i: int) -> Any:
-    where = ir.DenseI64ArrayAttr.get([i])
-    return vector.insert(x, vector_, dynamic_position=[], static_position=where)
-
-
-def _i32(x: int) -> Any:
-    i32 = ir.IntegerType.get_signless(32)
-    return arith.constant(i32, ir.IntegerAttr.get(i32, x))
-
-
-def _times(x: Any, factor: int) -> Any:
-    return arith.muli(x, _i32(factor))
-
-
-def _sum(*terms: Any) -> Any:
-    total = terms[0]
-    for term in terms[1:]:
-        total = arith.addi(total, term)
-    return total
-
-
-def _bit(x: Any, position: int) -> Any:
-    return _low_bits(arith.shrui(x, _i32(position)), 1)
-
-
-def _low_bits(x: Any, mask: int) -> Any:
-    return arith.andi(x, _i32(mask))

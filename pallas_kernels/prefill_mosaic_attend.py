@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import prefill_plan as plan
-from pallas_kernels.mosaic_registers import store_rows
+from pallas_kernels.mosaic_global import store_rows
 from pallas_kernels.prefill_mosaic_items import (
     TILE_ROWS,
     WARPGROUP_ROWS,
