@@ -43,13 +43,8 @@ def _launch(
         out_shape=[like_x, like_x],
         interpret=interpret,
         name="add_rms_norm",
-        compiler_params=plt.CompilerParams(num_warps=_warps(dim), num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=4 if dim <= 1024 else 8, num_stages=1),
     )(x, delta, scale)
-
-
-def _warps(dim: int) -> int:
-    """Of a program, which has one row."""
-    return 4 if dim <= 1024 else 8
 
 
 def _kernel(

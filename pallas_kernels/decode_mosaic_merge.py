@@ -53,7 +53,7 @@ def leave_piece(memory: Any, state: State, place: tuple[Any, ...], interpret: bo
 
 
 def count_in(counter: Any, flag: Any, interpret: bool) -> jax.Array:
-    """How many pieces of this context had been left before; see `mosaic_registers.arrive`."""
+    """How many pieces of this context had been left before; see `mosaic_global.arrive`."""
     if not interpret:
         return arrive(counter, flag)
     before = counter[...]  # there, thread blocks run one after the other

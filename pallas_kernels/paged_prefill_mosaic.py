@@ -15,7 +15,7 @@ Around that, for ragged batches over a paged cache:
   and store as one copy for any group size, 7 included, and the heads of a group run next to each
   other on different multiprocessors, so that they share their keys in the L2 cache.
 * Only tiles at the ends of a sequence or at the diagonal are masked. A tile that holds rows of two
-  sequences is stored row by row, so that neighbours never overwrite each other.
+  sequences is stored from registers, only the rows that each owns.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _EDITS = 4096
 
 # On a GPU a step of a few tokens takes as long as its weights take to be read, so that smaller
 # steps would take no less. One sequence alone has products of another kind: it keeps its own.
-_GPU_FEW_SEQS, _GPU_FEW_TOKENS = 8, 128
+_GPU_LEAST_SEQS, _GPU_LEAST_TOKENS = 8, 128
 
 # The first launch of a program loads its kernels, the second captures them as a CUDA graph.
 _FIRST_LAUNCHES = 2
@@ -95,7 +95,7 @@ class ModelRunner:
         self._config = config
         device = next(iter(params["embed.table"].sharding.device_set))
         self._platform: str = device.platform
-        few = () if self._platform == "cpu" else (_GPU_FEW_SEQS, _GPU_FEW_TOKENS)
+        few = () if self._platform == "cpu" else (_GPU_LEAST_SEQS, _GPU_LEAST_TOKENS)
         self.buckets = Buckets(
             config.max_num_seqs, config.max_num_batched_tokens, config.bucket_growth, *few
         )

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-# From here on the products of a step are left to the device's library, and up to here to what XLA
-# chooses; between the two `project_in_pieces` divides them. See `pagedjax.engine.runner`.
-MANY_TOKENS = 256
+# Products of one token, and of more than few but not many, are divided by `project_in_pieces`.
+# Those of few are left to XLA, which divides them as well by itself, and those of many to the
+# device's library, see `pagedjax.engine.runner`.
 FEW_TOKENS = 16
+MANY_TOKENS = 256
 
 # What a GPU's kernel computes of a product at once, and how many of these keep an H200 busy, about
 # one for each of its multiprocessors. The product of a single vector is made of sums instead, and
@@ -36,7 +37,7 @@ def num_pieces(tokens: int, outputs: int, inner: int) -> int:
 
     On a GPU a product of few tokens has fewer tiles of results than would fill the device, and its
     time is that of reading the weight: so each tile is computed in pieces, by the fewest programs
-    that fill it. One piece elsewhere.
+    that fill it. One piece for 2 to `FEW_TOKENS` and from `MANY_TOKENS` on, and elsewhere.
     """
     if jax.default_backend() != "gpu" or 1 < tokens <= FEW_TOKENS or tokens >= MANY_TOKENS:
         return 1
@@ -95,14 +96,16 @@ def project_in_pieces(
         x: see `project`.
         weight: likewise.
         contract: likewise.
-        bias: `[out...]`, to be added, which the first piece has.
+        bias: `[out...]`, to be added: an equal share, which is exact, to each piece.
 
     Returns:
         `[num_pieces(...), tokens, out...]` in `product_dtype`.
     """
     pieces = num_pieces(x.shape[0], *_sizes(weight, contract))
     out = _multiply(x, weight, contract, pieces, product_dtype(x.shape[0], x.dtype))
-    return out if bias is None else out.at[0].add(bias[None].astype(out.dtype))
+    if bias is None:
+        return out
+    return out + (bias.astype(jnp.float32) / pieces).astype(out.dtype)[None, None]
 
 
 def _multiply(

@@ -116,7 +116,7 @@ class Decoder(nnx.Module):
         """
         embedded = self.embed.table[...][tokens]
         # Zeros like what an MLP adds, so that the first layer is like all others.
-        added = jax.eval_shape(self.layers[0].mlp, embedded)
+        added = jax.eval_shape(lambda x: self.layers[0].mlp(x), embedded)
         stream = embedded, jnp.zeros(added.shape, added.dtype)
         rotation = Rotation.at(positions, self.arch.rope, self.arch.head_dim)
         after = []
