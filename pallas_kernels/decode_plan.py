@@ -88,14 +88,14 @@ def plan_decode(seq_lens: Any, *, tile: int, parts: int, window: int | None = No
     part_end = start + length
 
     def locate(position: Any) -> tuple[Any, Any]:
-        place = xp.minimum(_interval(seq_end, position), seqs - 1)  # idle: past the end
+        place = xp.minimum(interval_of(seq_end, position), seqs - 1)  # idle: past the end
         return place, position - (seq_end[place] - tiles[place])
 
     place, first = locate(start)
     last_place, last = locate(xp.maximum(part_end - 1, start))
     segments = xp.where(length > 0, last_place - place + 1, 0)
-    first_part = _interval(part_end, seq_end - tiles)  # of the sequence at every place
-    later_parts = xp.where(tiles > 0, _interval(part_end, seq_end - 1) - first_part, 0)
+    first_part = interval_of(part_end, seq_end - tiles)  # of the sequence at every place
+    later_parts = xp.where(tiles > 0, interval_of(part_end, seq_end - 1) - first_part, 0)
     begins = (last_place > place) | (first == 0)
     unfinished = begins & (last < tiles[last_place] - 1) & (length > 0)
     later = xp.where(unfinished, later_parts[last_place], 0)
@@ -126,7 +126,7 @@ def _contexts_first(lens: Any) -> Any:
     return jnp.stack(at, axis=1)
 
 
-def _interval(ends: Any, position: Any) -> Any:
+def interval_of(ends: Any, position: Any) -> Any:
     """Index of the interval that holds a position, of intervals that follow one another."""
     if isinstance(ends, np.ndarray):
         return np.searchsorted(ends, position, side="right").astype(np.int32)

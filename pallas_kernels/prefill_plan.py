@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.decode_plan import interval_of
+
 # Columns of a work list.
 ROW = 0  # first row of the tile in the flat query array, a multiple of the alignment
 LOW = 1  # first row of the tile that the sequence owns
@@ -105,7 +107,7 @@ def _plan(
     last = xp.cumsum(tiles, dtype=xp.int32)
 
     slot = xp.arange(length, dtype=xp.int32)
-    seq = xp.searchsorted(last, slot, side="right").astype(xp.int32)
+    seq = interval_of(last, slot)
     used = seq <= xp.int32(seqs)
     seq = xp.minimum(seq, xp.int32(seqs))
     row = aligned[seq] + (slot - (last[seq] - tiles[seq])) * xp.int32(tile_rows)
