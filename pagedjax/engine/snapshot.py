@@ -51,6 +51,7 @@ def save_snapshot(engine: Engine, path: str | Path) -> None:
 
     Raises:
         ValueError: there is something else.
+        OSError: it can not be written, or not be moved to its place; an earlier snapshot stays.
     """
     path = Path(path)
     if path.exists():
@@ -60,12 +61,7 @@ def save_snapshot(engine: Engine, path: str | Path) -> None:
     draft.mkdir(parents=True)
     try:
         _write(engine, draft)
-        old = path.with_name(f".{path.name}.{os.getpid()}.old")
-        if path.exists():
-            path.rename(old)
-        draft.rename(path)
-        _sync_directory(path.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        _move_into_place(draft, path)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
@@ -166,6 +162,20 @@ def _write(engine: Engine, directory: Path) -> None:
     }
     _write_file(directory / MANIFEST, json.dumps(manifest, indent=1).encode())
     _sync_directory(directory)
+
+
+def _move_into_place(draft: Path, path: Path) -> None:
+    """Give a whole draft its name, which an earlier snapshot gets back if that fails."""
+    old = path.with_name(f".{path.name}.{os.getpid()}.old")
+    try:
+        if path.exists():
+            path.rename(old)
+        draft.rename(path)
+    finally:
+        if old.exists() and not path.exists():
+            old.rename(path)
+    _sync_directory(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _check_is_snapshot(path: Path) -> None:

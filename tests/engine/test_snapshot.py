@@ -294,6 +294,30 @@ def test_a_snapshot_replaces_an_earlier_one_and_leaves_nothing_beside_it(tmp_pat
     assert (tmp_path / "s" / "state.json").read_bytes() == kept
 
 
+def test_a_snapshot_that_can_not_be_moved_to_its_place_leaves_the_earlier_one_there(
+    tmp_path, monkeypatch
+):
+    engine = tiny_engine()
+    engine.add_request("a", None, random_prompts([20])[0], GREEDY)
+    engine.step()
+    engine.snapshot(tmp_path / "s")
+    kept = (tmp_path / "s" / "state.json").read_bytes()
+    rename = Path.rename
+
+    def refuse_drafts(self, target):
+        if self.suffix == ".draft":
+            raise OSError("the name is taken")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse_drafts)
+    engine.step()
+    for name in ("s", "another"):
+        with pytest.raises(OSError, match="the name is taken"):
+            engine.snapshot(tmp_path / name)
+        assert [path.name for path in tmp_path.iterdir()] == ["s"]
+    assert (tmp_path / "s" / "state.json").read_bytes() == kept
+
+
 @pytest.mark.parametrize("num_blocks", [16, 60, 400])
 def test_a_pool_of_another_size_changes_no_token(num_blocks):
     wanted = uninterrupted()
