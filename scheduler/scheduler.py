@@ -417,6 +417,9 @@ class Scheduler:
             seq.siblings.remove(seq)
         del self._live[seq.seq_id]
         del self._by_request_id[seq.request.request_id]
+        if not self._live:  # what is in flight is for nobody, and may stay there for long
+            self._roster = NOBODY
+            self._in_flight = deque((plan, []) for plan, _ in self._in_flight)
 
     def _sibling(self, request: Request, prompt: Int32) -> Sequence | None:
         """The live sibling of a request that names one."""

@@ -30,7 +30,8 @@ class StepUpdate:
         token_ids: that of each of them.
         ends: those of them that end by it.
         beams: beams that have reached their end and wait for `Scheduler.choose_beams`.
-        num_cached_tokens: of every sequence of the plan, as in `SeqUpdate`.
+        num_cached_tokens: of every sequence of the plan, as in `SeqUpdate`; empty if nobody was
+            left when the step was done.
     """
 
     plan: StepPlan
@@ -64,14 +65,14 @@ def take_in(plan: StepPlan, seqs: AbstractSequence[Sequence], tokens: list[int])
 
     Args:
         plan: what the step computed.
-        seqs: its sequences.
+        seqs: its sequences; none if no request is left, of this step or another.
         tokens: that of each sample row.
     """
     indices: list[int] = []
     new: list[int] = []
     ends: dict[int, SeqEnd] = {}
     beams: list[int] = []
-    rows: list[int] = plan.drawn_rows.tolist()
+    rows: list[int] = plan.drawn_rows[: len(seqs)].tolist()
     finished = Status.FINISHED
     for index, seq, row in zip(range(len(seqs)), seqs, rows, strict=True):
         if row == NO_ROW or seq.status is finished:

@@ -412,3 +412,6 @@ class Engine:
         if all(c.finish_reason is not None for c in others):
             live.stamp(finished=time.monotonic())
             del self._live[live.request_id]
+        if not self._live:  # what is in flight is for nobody, and may stay there for long
+            self._members = NOBODY
+            self._in_flight = deque(step.for_nobody() for step in self._in_flight)

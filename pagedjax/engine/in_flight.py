@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,7 +39,7 @@ class InFlight:
 
     Attributes:
         plan: what it computes.
-        members: the requests in it.
+        members: the requests in it; nobody once all there were have ended.
         bucket: its sizes.
         samples: its tokens, once it is done.
         targets: prompt tokens whose log-probabilities are wanted.
@@ -54,6 +54,10 @@ class InFlight:
     targets: list[PromptTarget]
     planned: float
     launched: float
+
+    def for_nobody(self) -> InFlight:
+        """The same step without its requests, all of which have ended."""
+        return replace(self, members=NOBODY, targets=[])
 
     def wait(self) -> None:
         """Sleep until the device has computed its tokens."""

@@ -1,6 +1,7 @@
 """Values and moments at the edge of what an engine accepts: none may harm it or pass unnoticed."""
 
 import dataclasses
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,11 @@ import numpy as np
 import pytest
 
 from pagedjax.config import EngineConfig
+from pagedjax.engine.requests import LiveRequest
 from pagedjax.frontend import of_one_dtype
 from pagedjax.outputs import RequestOutput
 from pagedjax.sampling_params import SamplingParams
+from scheduler.sequence import Sequence
 from tests.support.tiny_engines import (
     VOCAB,
     drain,
@@ -234,3 +237,33 @@ def test_a_snapshot_is_restored_behind_steps_of_requests_that_have_been_aborted(
     deltas = [*other.restore(tmp_path / "snapshot"), *drain(other).values()]
     want = plain_greedy(tiny_model(), first, 6)
     assert tokens_of([RequestOutput.joined(deltas)]) == [want]
+
+
+@pytest.mark.parametrize("end", ["length", "stop", "abort"])
+def test_an_idle_engine_has_forgotten_its_requests(end):
+    """Unless it is foreseen, one more step of theirs is in flight when the last of them ends."""
+    engine, prompts = tiny_engine(), random_prompts([9, 30, 17, 12], seed=77)
+    params = dataclasses.replace(GREEDY, n=2, prompt_logprobs=0)
+    want = tokens_of(serve(tiny_engine(), prompts, params))
+    if end == "stop":
+        stops = tuple(tokens[3] for tokens in want)
+        params = dataclasses.replace(params, stop_token_ids=stops)
+        want = tokens_of(serve(tiny_engine(), prompts, params))
+
+    def remembered():
+        gc.collect()
+        numbers = [one.prompt_token_ids for one in gc.get_objects() if type(one) is LiveRequest]
+        numbers += [one.prompt for one in gc.get_objects() if type(one) is Sequence]
+        return sum(list(prompt) in prompts for prompt in numbers)
+
+    for index, prompt in enumerate(prompts[:3]):
+        engine.add_request(str(index), None, prompt, params)
+    for _ in range(3):
+        engine.step()
+    assert remembered() == 3 * 3
+    if end == "abort":
+        for index in range(3):
+            engine.abort(str(index))
+    drain(engine)
+    assert bool(engine._in_flight) == (end != "length") and not remembered()
+    assert tokens_of(serve(engine, prompts, params)) == want
