@@ -41,6 +41,8 @@ class Tokenizer:
         # Either may be switched on in tokenizer.json and would silently change a prompt.
         self._backend.no_truncation()
         self._backend.no_padding()
+        added = self._backend.get_added_tokens_decoder().values()
+        self._control_tokens = frozenset(token.content for token in added if token.special)
 
     @property
     def vocab_size(self) -> int:
@@ -78,6 +80,15 @@ class Tokenizer:
         """
         known = [token for token in token_ids if 0 <= token < 2**32]
         return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+
+    def is_left_out(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
+        """Whether `decode` drops a token before it looks at those around it.
+
+        So it does with ids outside the vocabulary and with control tokens that are to be skipped,
+        but not with every token that is the empty text where it stands alone.
+        """
+        token = self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+        return token is None or (skip_special_tokens and token in self._control_tokens)
 
     def render_chat(self, messages: Sequence[Message]) -> str:
         """The conversation as the model reads it, up to where the assistant begins to speak.
@@ -141,6 +152,10 @@ class Decoder(Protocol):
         """Text of `token_ids`."""
         ...
 
+    def is_left_out(self, token_id: int, *, skip_special_tokens: bool) -> bool:
+        """Whether any text is the same without this token."""
+        ...
+
 
 class TextStream:
     """Turns one completion's tokens into text as they come, and watches for stop strings.
@@ -182,7 +197,8 @@ class TextStream:
         self._min_tokens = min_tokens
         # Window of tokens that is decoded again with each new one: the last complete piece of
         # text, which gives the context (some decoders treat the first token differently), and
-        # what follows it. `_sent` characters of the window's text have been passed on.
+        # what follows it. `_sent` characters of the window's text have been passed on. Tokens that
+        # are left out never enter it: a long run of them would be decoded anew with each one.
         self._window: list[int] = []
         self._context = 0  # tokens of the window that belong to the complete piece
         self._sent = 0
@@ -232,14 +248,17 @@ class TextStream:
         return "" if self._keep_stop or self.stopped_by is not None else held
 
     def _detokenize_run(self, token_ids: Sequence[int]) -> str | None:
-        """The text of many tokens, which takes a tenth of the time that they take one by one.
+        """The text of many tokens, which takes a fraction of the time that they take one by one.
 
         None, and nothing done, if a stop string could end the text within, or if there are bytes
         that form no character: what becomes of those can depend on how many come at once.
         """
         if self._stop or len(token_ids) < 2:
             return None
-        window = [*self._window, *token_ids]
+        window = [*self._window, *(token for token in token_ids if not self._is_left_out(token))]
+        if len(window) == len(self._window):
+            self.num_tokens += len(token_ids)
+            return ""
         text = self._decode(window)
         if _REPLACEMENT in text or len(text) <= self._sent:
             return None
@@ -250,12 +269,12 @@ class TextStream:
 
     def _detokenize(self, token: int) -> str:
         """The text that is certain now that `token` has come."""
+        if self._is_left_out(token):
+            return ""
         self._window.append(token)
         text = self._decode(self._window)
         certain = text.rstrip(_REPLACEMENT)
         new = certain[self._sent :]
-        if not new and self._is_left_out(token):  # else a long run of them would be decoded anew
-            self._window.pop()
         if new and len(certain) == len(text):
             self._end_piece(self._window, text)
         elif len(self._window) - self._context > _MOST_UNDECIDED and (
@@ -280,17 +299,14 @@ class TextStream:
         """
         count = _STILL_UNDECIDED
         while _num_undecided(end := self._decode(self._window[-count:])) < _STILL_UNDECIDED // 2:
-            count *= 2  # some of them are ids without text
+            count *= 2  # some of them have no text
         held = min(_num_undecided(end), _num_undecided(text))
         new = text[self._sent : len(text) - held]
         self._window, self._context, self._sent = self._window[-count:], 0, len(end) - held
         return new
 
     def _is_left_out(self, token: int) -> bool:
-        """Whether it is a control token, which decoding drops before it looks at the others."""
-        if not self._skip_special or self._decode([token]):
-            return False
-        return bool(self._tokenizer.decode([token], skip_special_tokens=False))
+        return self._tokenizer.is_left_out(token, skip_special_tokens=self._skip_special)
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special)

@@ -71,10 +71,15 @@ def test_control_tokens_in_between_do_not_swallow_a_space(tokenizer):
     assert streamed == tokenizer.decode(tokens)
 
 
-def test_a_run_of_control_tokens_costs_no_more_per_token_than_text(tokenizer, monkeypatch):
+@pytest.mark.parametrize("at_once", [1, 2, 7])
+@pytest.mark.parametrize("kind", ["control", "outside"])
+def test_a_run_of_tokens_that_are_left_out_is_not_decoded_again(
+    tokenizer, monkeypatch, kind, at_once
+):
     """As models write them under `ignore_eos`: decoding the whole run anew would be quadratic."""
-    run = [*tokenizer.encode("to be"), *[tokenizer.eos_id] * 300, *tokenizer.encode("or not")]
-    wanted, decode, decoded = tokenizer.decode(run), tokenizer.decode, []
+    token = tokenizer.eos_id if kind == "control" else tokenizer.vocab_size + 5
+    run = [*tokenizer.encode("to be"), *[token] * 300, *tokenizer.encode("or not")]
+    wanted, decode, decoded = tokenizer.decode(run * 2), tokenizer.decode, []
 
     def counted(token_ids, *, skip_special_tokens=True):
         decoded.append(len(token_ids))
@@ -82,8 +87,27 @@ def test_a_run_of_control_tokens_costs_no_more_per_token_than_text(tokenizer, mo
 
     monkeypatch.setattr(tokenizer, "decode", counted)
     stream = TextStream(tokenizer)
-    assert "".join(stream.push([token])[0] for token in run) == wanted
-    assert max(decoded) < 10
+    text, _ = stream.push(run)  # may be its own context, but without what is left out
+    for start in range(0, len(run), at_once):
+        text += stream.push(run[start : start + at_once])[0]
+    assert text == wanted and stream.num_tokens == 2 * len(run)
+    assert max(decoded) < 40 and len(decoded) < 40
+
+
+def test_a_token_is_left_out_if_every_text_is_the_same_without_it(tokenizer):
+    words = tokenizer.encode("to be or", add_special_tokens=False)
+    left_out = set()
+    for token in [*range(tokenizer.vocab_size + 3), -1, 2**31, 2**32, 2**40]:
+        for skip in (True, False):
+            texts = {
+                tokenizer.decode([*words, *more, *words], skip_special_tokens=skip)
+                for more in ([], [token], [token, token])
+            }
+            is_left_out = tokenizer.is_left_out(token, skip_special_tokens=skip)
+            assert is_left_out == (len(texts) == 1), (token, skip)
+            if is_left_out:
+                left_out.add((token, skip))
+    assert len(left_out) == 3 + 2 * 7
 
 
 def test_control_tokens_are_kept_on_request(tokenizer):

@@ -24,6 +24,9 @@ class ByteTokenizer:
     def decode(self, token_ids, *, skip_special_tokens=True):
         return bytes(t for t in token_ids if t < 256).decode(errors="replace")
 
+    def is_left_out(self, token_id, *, skip_special_tokens=True):
+        return token_id >= 256
+
     def render_chat(self, messages):
         return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
 
@@ -36,6 +39,9 @@ class PieceTokenizer:
 
     def decode(self, token_ids, *, skip_special_tokens=True):
         return "".join(self.pieces[t] for t in token_ids)
+
+    def is_left_out(self, token_id, *, skip_special_tokens=True):
+        return False
 
 
 def stats_of(**figures):
