@@ -169,7 +169,7 @@ def bench_caching_cost(
             break
     plain, caching = clocks[False], clocks[True]
     assert caching.step_seqs == plain.step_seqs, "not the same steps"
-    assert caching.scheduler.blocks.num_hit_tokens == 0, "a prefix was found"
+    assert caching.scheduler.blocks.admission.num_hit_tokens == 0, "a prefix was found"
     means = {name: float(np.mean(clock.step_us)) for name, clock in clocks.items()}
     added = means[True] - means[False]
     return {

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Sequence as AbstractSequence
 
 import numpy as np
 
+from scheduler.admission import Admission, Content, Start
 from scheduler.block_pool import NULL_BLOCK, BlockPool
 from scheduler.config import SchedulerConfig
 from scheduler.plan import Int32
@@ -43,6 +43,7 @@ class BlockManager:
     Attributes:
         pool: the blocks.
         tiers: host memory and disk below them; None without.
+        admission: what sequences begin with.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -60,20 +61,15 @@ class BlockManager:
                 num_host_blocks=config.num_host_blocks,
                 num_disk_blocks=config.num_disk_blocks,
             )
+        self.admission = Admission(config, self.pool, self.tiers)
+        self._config = config
         self._block_size = config.block_size
-        self._caching = config.prefix_caching
-        # At least one block that is full of written tokens is left.
-        self._window = config.window and max(config.window, config.block_size + 1)
         # Each time all places of what was given up change, on the device too: not for every block.
         self._pass_at_once = max((config.window or 0) // config.block_size // 8, 1)
         self._tables = np.zeros((config.max_num_seqs, config.max_blocks_per_seq), np.int32)
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._copies: dict[int, int] = {}  # sources by destination
         self._copied_from: list[int] = []
-        self._epoch = 0
-        self._expected: int | None = None  # the sequence whose blocks are being prefetched
-        self.num_lookup_tokens = self.num_hit_tokens = 0
-        """Prompt tokens of sequences admitted for the first time, and how many were cached."""
         self.num_copied = 0
         """Blocks copied so far because a sequence wrote to one that it shared."""
 
@@ -96,59 +92,53 @@ class BlockManager:
         Returns:
             Whether it was admitted; nothing has changed if not.
         """
-        pool = self.pool
-        if keep_free >= pool.num_free:  # it needs a block at least, so spare the search
+        if keep_free >= self.pool.num_free:  # it needs a block at least, so spare the search
             return False
-        size = self._block_size
-        hits = self.find_prefix(seq)
-        num_computed = len(hits) * size
-        num_shared = 0 if source is None else self.num_shareable(seq, source)
-        if num_shared > num_computed and source is not None:
-            hits = source.blocks[: -(-num_shared // size)]
-            num_computed = num_shared
-        else:
-            source = None
-        has_tail = num_computed % size > 0  # the last block is shared, and written to at once
-        if not self._place(seq, hits, keep_free=keep_free + has_tail):
+        start = self.admission.find_start(seq, source)
+        if not self._begin(seq, start, keep_free=keep_free):
             return False
-        seq.num_computed = num_computed
-        if self.tiers is not None:
-            of_prompt = len(seq.prompt) // size if seq.num_cached_tokens is None else 0
-            self.tiers.count_hits(hits, of_prompt)
-        seq.epoch = self._epoch
-        if source is not None:
-            self._continue_chain(seq, source)
-        else:
-            seq.num_indexed = len(hits)
-            if self._caching:
-                seq.parent = pool.index.number(seq.blocks[len(hits) - 1]) if hits else ROOT
-        if has_tail:
-            self._own(seq, num_computed // size)
-        if seq.num_cached_tokens is None:
-            seq.num_cached_tokens = seq.num_computed
-            self.num_lookup_tokens += len(seq.prompt)
-            self.num_hit_tokens += min(seq.num_computed, len(seq.prompt))
+        self.admission.count(seq, start, is_first=seq.num_cached_tokens is None)
         return True
 
-    def num_shareable(self, seq: Sequence, source: Sequence) -> int:
-        """Tokens of `seq` whose keys and values it may take from a running sibling.
+    def admit_anew(self, seq: Sequence) -> None:
+        """Admit a running sequence anew if the cache has more of it than it has computed.
 
-        They are written by an earlier plan, belong to the common prompt, were computed with the
-        present weights, and leave what `find_prefix` leaves.
+        It keeps its place if there is no room for that, as when others go on using blocks of its
+        own that the cache has forgotten meanwhile, and has what it finds in host memory.
         """
-        if not self.is_current(source) or source.row == NO_ROW:
-            return 0
-        shareable = min(source.num_written, self.num_shareable_at_most(seq))
-        return shareable if source.num_passed <= self._passed_at(shareable) else 0
+        start, own = self.admission.find_start(seq), seq.blocks[seq.num_passed :]
+        if start.num_computed <= seq.num_computed:
+            return
+        if not self.admission.has_room(seq, start.content, keep_free=0, given_up=own):
+            return
+        is_first = seq.num_cached_tokens == seq.num_computed and not seq.outputs
+        self.free(seq)
+        has_begun = self._begin(seq, start, keep_free=0)
+        assert has_begun, "it needs no more blocks than are free now"
+        self.admission.count(seq, start, is_first=is_first)
 
-    def num_shareable_at_most(self, seq: Sequence) -> int:
-        """The same, of a sibling that has written everything."""
-        end = min(len(seq.prompt), seq.num_tokens - 1)
-        return min(end, seq.score_from) if seq.score_from < len(seq.prompt) else end
+    def _begin(self, seq: Sequence, start: Start, *, keep_free: int) -> bool:
+        """Give a sequence without blocks a row and those of all its tokens.
 
-    def is_current(self, seq: Sequence) -> bool:
-        """Whether a running sequence was admitted after the last reset of the prefix cache."""
-        return seq.epoch == self._epoch
+        Returns:
+            Whether there was room; nothing has changed if not.
+        """
+        num_full, tail = divmod(start.num_computed, self._block_size)
+        # The last block is shared, and written to at once, if there is a tail.
+        if not self._place(seq, start.content, keep_free=keep_free + (tail > 0)):
+            return False
+        seq.num_computed = start.num_computed
+        seq.epoch = self.admission.epoch
+        if start.source is not None:
+            self._continue_chain(seq, start.source)
+        else:
+            seq.num_indexed = num_full
+            if self._config.prefix_caching:
+                last = seq.blocks[num_full - 1] if num_full else None
+                seq.parent = ROOT if last is None else self.pool.index.number(last)
+        if tail:
+            self._own(seq, num_full)
+        return True
 
     def share(self, source: Sequence) -> list[int]:
         """Become one more owner of all the blocks of a sequence, to `fork` it."""
@@ -237,7 +227,7 @@ class BlockManager:
 
     def give_up_passed(self, seq: Sequence) -> None:
         """Give up the blocks that no token of a sequence sees which is still to be computed."""
-        passed = self._passed_at(seq.num_computed)
+        passed = self._config.num_passed_at(seq.num_computed)
         if seq.parent is not None:  # what is to be found by others has to be indexed first
             passed = min(passed, seq.num_indexed)
         if passed < seq.num_passed + self._pass_at_once or seq.row == NO_ROW:
@@ -247,12 +237,6 @@ class BlockManager:
         seq.blocks[gone] = [NULL_BLOCK] * (passed - seq.num_passed)
         seq.num_passed = passed
         self._hide_passed(seq)
-
-    def _passed_at(self, position: int) -> int:
-        """How many of its first blocks a sequence needs no more for tokens from `position` on."""
-        if self._window is None:
-            return 0
-        return max(position - self._window + 1, 0) // self._block_size
 
     def swap_out(self, seq: Sequence) -> bool:
         """Keep what a sequence has computed in host memory, and take all its blocks and its row.
@@ -298,25 +282,12 @@ class BlockManager:
         seq.saved = None
         return True
 
-    def expect(self, seq: Sequence) -> None:
-        """A waiting sequence is the next one, but there is no room for it yet."""
-        if self.tiers is not None and seq.seq_id != self._expected:
-            self._expected = seq.seq_id
-            below = self.find_prefix(seq) if seq.saved is None else seq.saved
-            self.tiers.expect(held for held in below if isinstance(held, HostBlock))
-
-    def look_on_disk(self, seq: Sequence) -> None:
-        """Begin to read what only the disk has of the prefix of a waiting sequence, once."""
-        if self.tiers is not None and self._caching and seq.coming is None:
-            num_blocks = self._longest_prefix(seq) // self._block_size
-            seq.coming = self.tiers.prefetch(seq.keys(self.pool.index, num_blocks))
-
     def reset_prefix_cache(self, seqs: Iterable[Sequence]) -> None:
         """Forget all content, and never index what the sequences of now go on computing."""
         self.pool.forget()
         if self.tiers is not None:
             self.tiers.forget()
-        self._epoch += 1
+        self.admission.epoch += 1
         for seq in seqs:
             seq.parent = None
 
@@ -349,49 +320,27 @@ class BlockManager:
         """The whole row of a sequence that has one, int32[max_blocks_per_seq]; do not write."""
         return self._tables[seq.row]
 
-    def find_prefix(self, seq: Sequence) -> AbstractSequence[int | HostBlock]:
-        """Cached blocks with which a sequence may start."""
-        if not self._caching:
-            return []
-        end = self._longest_prefix(seq)
-        if self.tiers is not None:
-            return self.tiers.find(seq.keys(self.pool.index, end // self._block_size))
-        return self.pool.index.find(seq.known_bytes(0, end), seq.salt)
-
-    def _longest_prefix(self, seq: Sequence) -> int:
-        """Tokens that a sequence may take from a cache.
-
-        At least its last token is left to compute, since that is where the next one is sampled,
-        and so are the prompt tokens whose logits are still wanted.
-        """
-        end = min(seq.num_known, seq.num_tokens - 1)
-        return min(end, seq.score_from) if seq.score_from < len(seq.prompt) else end
-
-    def _place(
-        self, seq: Sequence, content: AbstractSequence[int | HostBlock], *, keep_free: int
-    ) -> bool:
-        """Give a sequence a row and the blocks of all its tokens, the first ones with content.
+    def _place(self, seq: Sequence, content: Content, *, keep_free: int) -> bool:
+        """Give a sequence a row and the blocks of all its tokens.
 
         Args:
             seq: the sequence; it owns no blocks and a row is free.
-            content: for each of its first blocks a block of the pool to share, or what is to be
-                loaded; the null block stands for one that it needs no more.
+            content: of the first ones.
             keep_free: how many blocks must be free afterwards.
 
         Returns:
             Whether it has them; nothing has changed if not.
         """
+        if not self.admission.has_room(seq, content, keep_free=keep_free):
+            return False
         pool = self.pool
         shared = [part for part in content if isinstance(part, int) and part != NULL_BLOCK]
         below = [part for part in content if isinstance(part, HostBlock)]
-        num_new = -(-seq.num_tokens // self._block_size) - len(content) + len(below)
-        num_free_hits = sum(not pool.num_owners(block) for block in shared)
-        if num_new + num_free_hits + keep_free > pool.num_free:
-            return False
         pool.share(shared)  # before any block is taken, which might evict them
         if self.tiers is not None:
             self.tiers.hold(below)  # likewise
         seq.row = self._free_rows.pop()
+        num_new = self.admission.num_new_blocks(seq, content)
         new = iter(pool.take(num_new, shared[-1] if shared else None))
         blocks: list[int] = []
         for part in content:

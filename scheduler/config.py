@@ -100,3 +100,11 @@ class SchedulerConfig:
     def max_blocks_per_seq(self) -> int:
         """Columns of a block table."""
         return -(-self.max_seq_len // self.block_size)
+
+    def num_passed_at(self, position: int) -> int:
+        """How many of its first blocks a sequence needs no more for tokens from `position` on."""
+        if self.window is None:
+            return 0
+        # At least one block that is full of written tokens is left.
+        window = max(self.window, self.block_size + 1)
+        return max(position - window + 1, 0) // self.block_size

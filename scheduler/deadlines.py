@@ -131,7 +131,7 @@ class Deadlines:
             if not step.chunk(seq):
                 break
             if before.get(seq.seq_id) == seq.num_computed and is_chunk(seq):
-                _find_again(seq, blocks)
+                blocks.admit_anew(seq)
             step.add(seq, step.chunk(seq))
 
     def order(
@@ -204,28 +204,3 @@ def _in_time(seqs: AbstractSequence[Sequence], due: dict[int, float], before: in
         if total > due[seq.seq_id]:
             total += heapq.heappop(kept)[0]
     return {-negative for _, negative in kept}
-
-
-def _find_again(seq: Sequence, blocks: BlockManager) -> None:
-    """Admit a sequence anew if the cache has more of it than when it was admitted.
-
-    It keeps its place if there is no room for that, as when others go on using blocks of its own
-    that the cache has forgotten meanwhile, and has what it finds in host memory.
-    """
-    before, size, pool = seq.num_computed, blocks.pool.index.block_size, blocks.pool
-    found = blocks.find_prefix(seq)
-    if len(found) * size <= before:
-        return
-    own = set(seq.blocks[seq.num_passed :])
-    num_new = -(-seq.num_tokens // size) - sum(
-        isinstance(block, int) and pool.num_owners(block) > (block in own) for block in found
-    )
-    if num_new > pool.num_free + sum(pool.num_owners(block) == 1 for block in own):
-        return
-    is_first = seq.num_cached_tokens == before and not seq.outputs
-    blocks.free(seq)
-    admitted = blocks.admit(seq, keep_free=0)
-    assert admitted, "it needs no more blocks than are free now"
-    if is_first:
-        blocks.num_hit_tokens += seq.num_computed - before
-        seq.num_cached_tokens = seq.num_computed

@@ -307,8 +307,8 @@ class Scheduler:
         for seq in self._queues.overdue():
             if preempted and urgency(preempted[-1]) < urgency(seq):
                 break  # the most urgent of those that made way is next in the queue
-            self.blocks.look_on_disk(seq)
-            if is_to_wait(seq, self.blocks):
+            self.blocks.admission.look_on_disk(seq)
+            if is_to_wait(seq, self.blocks.admission):
                 continue
             while not (self.blocks.num_free_rows and self._admit(seq)):
                 if not running or running[-1].request.priority <= seq.request.priority:
@@ -344,14 +344,14 @@ class Scheduler:
         passed: list[Sequence] = []
         while waiting and self.blocks.num_free_rows:
             seq = waiting[0]
-            self.blocks.look_on_disk(seq)
-            if is_to_wait(seq, self.blocks):
+            self.blocks.admission.look_on_disk(seq)
+            if is_to_wait(seq, self.blocks.admission):
                 passed.append(waiting.popleft())
                 continue
             if in_order and not step.chunk(seq):
                 break
             if not self._admit(seq):
-                self.blocks.expect(seq)
+                self.blocks.admission.expect(seq)
                 break
             self._queues.run(seq)
             if in_order:
@@ -376,11 +376,12 @@ class Scheduler:
         keep_free = self._watermark if self._queues.running else 0
         if seq.saved is not None:
             return self.blocks.swap_in(seq, keep_free=keep_free)
-        return self.blocks.admit(seq, keep_free=keep_free, source=source_of(seq, self.blocks))
+        source = source_of(seq, self.blocks.admission)
+        return self.blocks.admit(seq, keep_free=keep_free, source=source)
 
     def _wanting(self) -> bool:
         """Whether a waiting sequence has something to compute."""
-        return any(not is_to_wait(seq, self.blocks) for seq in self._queues.waiting)
+        return any(not is_to_wait(seq, self.blocks.admission) for seq in self._queues.waiting)
 
     def _preempt_last(self) -> Sequence:
         """Take the blocks of the least urgent running sequence, the last to arrive of equals."""

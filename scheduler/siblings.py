@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from scheduler.block_manager import BlockManager
+from scheduler.admission import Admission
 from scheduler.sequence import Sequence, Status
 
 
@@ -22,7 +22,7 @@ class BeamChoice(NamedTuple):
     token_id: int
 
 
-def is_to_wait(seq: Sequence, blocks: BlockManager) -> bool:
+def is_to_wait(seq: Sequence, admission: Admission) -> bool:
     """Whether a waiting sequence is to be passed over, and younger ones served.
 
     A beam that has not been chosen has nothing to compute. A sibling that is computing the common
@@ -32,23 +32,23 @@ def is_to_wait(seq: Sequence, blocks: BlockManager) -> bool:
         return True
     if not seq.siblings or seq.saved is not None:
         return False
-    source = source_of(seq, blocks)
-    have = 0 if source is None else blocks.num_shareable(seq, source)
-    return have < blocks.num_shareable_at_most(seq) and any(
+    source = source_of(seq, admission)
+    have = 0 if source is None else admission.num_shareable(seq, source)
+    return have < admission.num_shareable_at_most(seq) and any(
         other.status is Status.RUNNING
         and not other.held
-        and blocks.is_current(other)
-        and other.num_written < blocks.num_shareable_at_most(seq)
+        and admission.is_current(other)
+        and other.num_written < admission.num_shareable_at_most(seq)
         for other in seq.siblings
     )
 
 
-def source_of(seq: Sequence, blocks: BlockManager) -> Sequence | None:
+def source_of(seq: Sequence, admission: Admission) -> Sequence | None:
     """The running sibling that has most to share with a waiting sequence; None if none has."""
     best, most = None, 0
     for other in seq.siblings:
         if other.status is Status.RUNNING:
-            have = blocks.num_shareable(seq, other)
+            have = admission.num_shareable(seq, other)
             if have > most:
                 best, most = other, have
     return best

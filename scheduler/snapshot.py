@@ -143,7 +143,7 @@ def restore_state(scheduler: Scheduler, state: SchedulerState) -> dict[int, int]
 def _sequence_state(seq: Sequence, untold: int | None, scheduler: Scheduler) -> SequenceState:
     score_from = seq.score_from if untold is None else min(seq.score_from, untold)
     # What was computed with other weights is not to be mixed with what is in the cache.
-    keeps = seq.status is Status.RUNNING and scheduler.blocks.is_current(seq)
+    keeps = seq.status is Status.RUNNING and scheduler.blocks.admission.is_current(seq)
     num_computed = min(seq.num_computed, seq.num_known - 1) if keeps else 0
     if score_from < len(seq.prompt):
         num_computed = min(num_computed, score_from)

@@ -195,22 +195,22 @@ class Tiers:
         if held.key is not None and self._index.get(held.key) is None:
             self._index.restore(block, held.key)
 
-    def count_hits(self, hits: Iterable[int | HostBlock], of_prompt: int) -> None:
+    def count_hits(self, hits: Iterable[int | HostBlock], of_prompt: range) -> None:
         """Note that a sequence was admitted with these blocks.
 
         Args:
             hits: those of the pool among them.
-            of_prompt: how many of the first are looked up as a prompt's.
+            of_prompt: which of them are looked up as a prompt's.
         """
         for index, held in enumerate(hits):
             if not isinstance(held, HostBlock):
                 continue
             if held.from_disk:
                 self.counts.disk_hits += 1
-                self.counts.disk_prompt_hits += index < of_prompt
+                self.counts.disk_prompt_hits += index in of_prompt
             else:
                 self.counts.host_hits += 1
-                self.counts.host_prompt_hits += index < of_prompt
+                self.counts.host_prompt_hits += index in of_prompt
             held.from_disk = False  # from now on it is host memory that has it
 
     def save(self, blocks: Sequence[int], keys: Sequence[bytes]) -> list[HostBlock | None] | None:

@@ -100,7 +100,7 @@ def test_a_shared_block_counts_once():
     assert picture.used.sum() == 4  # two shared, and one of its own for each
     assert picture.tokens.sum() == 32 + 1 + 1
     blocks = scheduler.blocks
-    assert (blocks.num_lookup_tokens, blocks.num_hit_tokens) == (65, 32)
+    assert (blocks.admission.num_lookup_tokens, blocks.admission.num_hit_tokens) == (65, 32)
 
 
 def test_evictions_are_counted():

@@ -341,7 +341,7 @@ def shared_burst(target_s: float | None, **options: Any) -> tuple[int, int]:
         if (plan := driver.step()) is not None:
             computed += plan.num_tokens
     driver.verify()
-    return computed, driver.scheduler.blocks.num_hit_tokens
+    return computed, driver.scheduler.blocks.admission.num_hit_tokens
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 40])
@@ -388,7 +388,7 @@ def test_who_finds_more_again_than_there_is_room_for_goes_on_with_what_it_has():
         driver.step()
     driver.add(request("the rest", 16 * driver.scheduler.num_free_blocks - 24, 8))
     while seq.num_computed == 64:
-        found = driver.scheduler.blocks.find_prefix(seq)
+        found = driver.scheduler.blocks.admission.find_prefix(seq)
         driver.step()
     assert len(found) > 4 and not all(isinstance(block, int) for block in found)
     assert seq.num_cached_tokens == 64
