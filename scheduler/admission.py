@@ -119,8 +119,8 @@ class Admission:
             self.num_hit_tokens += min(start.num_computed, seq.prompt_len) - counted
             if seq.num_cached_tokens is None:
                 self.num_lookup_tokens += seq.prompt_len
-                of_prompt = range(seq.prompt_len // size)
             seq.num_cached_tokens = start.num_computed
+            of_prompt = range(counted // size, seq.prompt_len // size)
         if self._tiers is not None:
             self._tiers.count_hits(start.content, of_prompt)
 

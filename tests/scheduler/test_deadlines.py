@@ -394,3 +394,25 @@ def test_who_finds_more_again_than_there_is_room_for_goes_on_with_what_it_has():
     assert seq.num_cached_tokens == 64
     driver.run()
     driver.verify()
+
+
+def test_what_is_found_in_host_memory_when_it_is_its_turn_counts_as_found_there():
+    """It is admitted before the pool has it, and its turn comes when the pool has dropped it."""
+    config = SchedulerConfig(
+        num_blocks=32, max_model_len=300, max_num_batched_tokens=32, num_host_blocks=40,
+        ttft_target_s=TARGET_S,
+    )  # fmt: skip
+    driver = TierDriver(config, clock=Clock(), pipelined=False)
+    prompt = np.random.default_rng(0).integers(VOCAB, size=160).tolist()
+    driver.add(request("same beginning", prompt[:130], 1), request("before it", 80, 1))
+    (waits,) = driver.add(request("waits", prompt, 2, priority=1))
+    while "same beginning" not in driver.end_order:
+        driver.step()
+    (seq,) = (s for s in driver.scheduler.sequences() if s.seq_id == waits)
+    assert (seq.num_cached_tokens, seq.num_computed, len(seq.blocks)) == (0, 0, 10)
+    driver.add(request("all that is free", 16 * driver.scheduler.num_free_blocks - 8, 1))
+    driver.run()
+    driver.verify()
+    counts, found = driver.tiers.counts, driver.scheduler.blocks.admission.num_hit_tokens
+    assert found == seq.num_cached_tokens == 128 == 16 * counts.host_hits
+    assert (counts.host_prompt_hits, counts.disk_prompt_hits) == (8, 0)
