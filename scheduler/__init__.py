@@ -11,7 +11,7 @@ begins with), `block_pool` (who owns which block), `free_lists` (which one is ha
 
 from scheduler.block_pool import NULL_BLOCK, BlockPool, OutOfBlocks
 from scheduler.config import BLOCK_SIZES, SchedulerConfig
-from scheduler.plan import ScheduledSeq, SeqUpdate, StepPlan
+from scheduler.plan import ScheduledSeq, StepPlan
 from scheduler.request import FinishReason, Request, StopRules
 from scheduler.scheduler import MAX_PLANS_IN_FLIGHT, Scheduler
 from scheduler.siblings import BeamChoice
@@ -30,7 +30,6 @@ __all__ = [
     "Scheduler",
     "SchedulerConfig",
     "SeqEnd",
-    "SeqUpdate",
     "StepPlan",
     "StepUpdate",
     "StopRules",

@@ -1,4 +1,4 @@
-"""The records that cross from the scheduler to the engine and back."""
+"""What a step computes, as the scheduler hands it to the engine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-from scheduler.request import FinishReason
 
 Int32 = NDArray[np.int32]
 
@@ -126,28 +124,6 @@ class StepPlan:
         ends = self.query_start()[1:]
         shift = ends - _offsets(self.sample_counts)[1:]
         return np.arange(self.num_samples, dtype=np.int32) + np.repeat(shift, self.sample_counts)
-
-
-class SeqUpdate(NamedTuple):
-    """What became known about one sequence.
-
-    Attributes:
-        seq_id: identity of the sequence.
-        request_id: the caller's name for it.
-        new_token_ids: tokens to append to the output, a stop token included.
-        finish_reason: None while the sequence goes on.
-        stop_token_id: the token that ended it, if one did.
-        num_cached_tokens: prompt tokens that were found in the prefix cache.
-        sample_row: sample row of the plan that the news is of; -1 when it is of none.
-    """
-
-    seq_id: int
-    request_id: str
-    new_token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
-    num_cached_tokens: int = 0
-    sample_row: int = -1
 
 
 def _offsets(counts: Int32) -> Int32:

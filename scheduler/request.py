@@ -8,16 +8,14 @@ from dataclasses import dataclass, field
 
 
 class FinishReason(enum.Enum):
-    """Why a request ended.
+    """Why a request ended by itself.
 
-    STOP: a stop token was sampled, or the engine found a stop string.
+    STOP: a stop token was sampled.
     LENGTH: `max_tokens` or the longest sequence that model and pool allow was reached.
-    ABORT: the caller gave up.
     """
 
     STOP = "stop"
     LENGTH = "length"
-    ABORT = "abort"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,9 @@ import numpy as np
 from scheduler.block_manager import BlockManager
 from scheduler.config import SchedulerConfig
 from scheduler.deadlines import Clock, Deadlines, is_chunk
-from scheduler.plan import Int32, SeqUpdate, StepPlan
+from scheduler.plan import Int32, StepPlan
 from scheduler.queue import Queues, urgency
-from scheduler.request import FinishReason, Request
+from scheduler.request import Request
 from scheduler.request_checks import check_siblings, checked_prompt
 from scheduler.sequence import NO_ROW, Sequence, Status
 from scheduler.siblings import BeamChoice, is_to_wait, source_of
@@ -167,21 +167,16 @@ class Scheduler:
         self._queues.wait(seq)
         return seq.seq_id
 
-    def abort(self, request_id: str) -> SeqUpdate | None:
-        """End a request on the caller's wish; `finish` with the reason ABORT."""
-        return self.finish(request_id, FinishReason.ABORT)
-
-    def finish(self, request_id: str, reason: FinishReason) -> SeqUpdate | None:
-        """End a request now; tokens still in flight are thrown away.
+    def finish(self, request_id: str) -> bool:
+        """End a request now, for a reason of the caller's; tokens in flight are thrown away.
 
         Returns:
-            The last update of the request, without tokens; None if no such request is live.
+            Whether there was such a request.
         """
         seq = self._by_request_id.get(request_id)
-        if seq is None:
-            return None
-        self._end(seq)
-        return SeqUpdate(seq.seq_id, request_id, (), reason, None, seq.num_cached_tokens or 0)
+        if seq is not None:
+            self._end(seq)
+        return seq is not None
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, as when the model's weights have changed.

@@ -6,7 +6,7 @@ from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from scheduler.plan import SeqUpdate, StepPlan
+from scheduler.plan import StepPlan
 from scheduler.request import FinishReason
 from scheduler.sequence import NO_ROW, Sequence, Status
 
@@ -22,7 +22,7 @@ class SeqEnd(NamedTuple):
 class StepUpdate:
     """What became known by a step about those of its sequences that had not ended.
 
-    Kept in columns like the plan; sequences go by their index there. `seqs` puts them together.
+    Kept in columns like the plan; sequences go by their index there.
 
     Attributes:
         plan: the step's.
@@ -30,8 +30,8 @@ class StepUpdate:
         token_ids: that of each of them.
         ends: those of them that end by it.
         beams: beams that have reached their end and wait for `Scheduler.choose_beams`.
-        num_cached_tokens: of every sequence of the plan, as in `SeqUpdate`; empty if nobody was
-            left when the step was done.
+        num_cached_tokens: prompt tokens of every sequence of the plan that were found in the
+            prefix cache; empty if nobody was left when the step was done.
     """
 
     plan: StepPlan
@@ -40,24 +40,6 @@ class StepUpdate:
     ends: dict[int, SeqEnd]
     beams: list[int]
     num_cached_tokens: list[int]
-
-    @property
-    def seqs(self) -> list[SeqUpdate]:
-        """What there is to say of each sequence, beams last; put together at every call."""
-        news = [(at, (token,)) for at, token in zip(self.indices, self.token_ids, strict=True)]
-        plan, updates = self.plan, list[SeqUpdate]()
-        for at, tokens in [*news, *((at, ()) for at in self.beams)]:
-            updates.append(
-                SeqUpdate(
-                    plan.seq_ids[at],
-                    plan.request_ids[at],
-                    tokens,
-                    *self.ends.get(at, (None, None)),
-                    self.num_cached_tokens[at],
-                    int(plan.drawn_rows[at]),
-                )
-            )
-        return updates
 
 
 def take_in(plan: StepPlan, seqs: AbstractSequence[Sequence], tokens: list[int]) -> StepUpdate:

@@ -257,7 +257,7 @@ class Engine:
             return
         for completion in live.completions:
             if completion.finish_reason is None:
-                self._scheduler.abort(completion.key)
+                self._scheduler.finish(completion.key)
                 self._end(live, completion)
                 completion.end("abort")
         self._note(live)

@@ -23,7 +23,6 @@ from pagedjax.engine.requests import LiveRequest
 from pagedjax.engine.scheduler_options import scheduler_config
 from pagedjax.outputs import RequestOutput
 from pagedjax.sampling_params import BeamSearchParams, SamplingParams
-from scheduler import FinishReason
 from scheduler.snapshot import SchedulerState, export_state, restore_state
 
 if TYPE_CHECKING:
@@ -261,7 +260,7 @@ def _restore_request(engine: Engine, record: Mapping[str, Any]) -> None:
         completion = live.completions[index]
         completion.token_ids.extend(token_ids)
         completion.finish_reason, completion.stop_reason = finish_reason, stop_reason
-        engine._scheduler.finish(completion.key, FinishReason.STOP)
+        engine._scheduler.finish(completion.key)
         engine._end(live, completion)
     live.num_cached_tokens = record["num_cached_tokens"]
     live.told_first = record["told_first"]

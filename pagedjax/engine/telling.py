@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from pagedjax.engine.in_flight import Done
 from pagedjax.engine.requests import Completion, LiveRequest
-from scheduler import FinishReason
 
 if TYPE_CHECKING:
     from pagedjax.engine.engine import Engine
@@ -53,7 +52,7 @@ def _look_at(
     if live.params.stop:
         completion.speak()
         if end is None and completion.finish_reason is not None:
-            engine._scheduler.finish(completion.key, FinishReason.STOP)
+            engine._scheduler.finish(completion.key)
     if completion.finish_reason is not None:
         engine._end(live, completion)
     if live.is_streamed or live.has_ended:
@@ -72,7 +71,7 @@ def _tell_beam(engine: Engine, live: LiveRequest, beam: Completion, index: int, 
         engine._scheduler.choose_beams(choices)
         return
     for completion, result in zip(live.completions, search.results, strict=True):
-        engine._scheduler.finish(completion.key, FinishReason.STOP)
+        engine._scheduler.finish(completion.key)
         engine._end(live, completion)
         completion.tell_result(result, search.is_stopped(result))
         engine._generated_tokens += len(result.token_ids)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from scheduler import BlockPool, FinishReason, Request, SchedulerConfig, prefix_index
+from scheduler import BlockPool, Request, SchedulerConfig, prefix_index
 from scheduler.prefix_index import ROOT, PrefixIndex
 from tests.support.drive import Driver, expected_tokens, request
 
@@ -271,15 +271,6 @@ def test_prompt_logprobs_compute_the_whole_prompt(pipelined: bool):
     assert serve(driver, request("b", tokens(0, 50), 4, prompt_logprobs=True)) == [0]
     assert sum(p.num_samples for p in driver.plans[4:]) == 50 + 3
     assert serve(driver, request("c", tokens(0, 50), 4)) == [48]
-
-
-def test_an_aborted_request_reports_its_hits():
-    driver = make(40)
-    serve(driver, request("a", tokens(0, 50), 4))
-    driver.add(request("b", tokens(0, 50), 4), request("c", tokens(0, 50), 4))
-    driver.step()
-    update = driver.scheduler.finish("b", FinishReason.STOP)
-    assert update is not None and update.num_cached_tokens == 48
 
 
 def test_a_block_behind_an_evicted_one_is_not_found_again():

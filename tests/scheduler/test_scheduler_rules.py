@@ -122,7 +122,7 @@ def test_an_ended_request_gets_no_more_tokens_even_if_its_name_is_used_again(
     driver.add(request("a", 40, 3), request("b", 20, 10))
     for _ in range(steps):
         driver.step()
-    driver.finish("a", FinishReason.STOP)
+    driver.finish("a")
     before = [list(driver.outputs[0])]
     driver.add(request("a", 30, 4))
     driver.run()
@@ -134,21 +134,17 @@ def test_an_ended_request_gets_no_more_tokens_even_if_its_name_is_used_again(
 
 def test_ending_an_unknown_request_does_nothing():
     driver = Driver(config())
-    assert driver.scheduler.abort("nobody") is None
+    assert not driver.scheduler.finish("nobody")
     driver.add(request("a", 3, 1))
     driver.run()
-    assert driver.scheduler.abort("a") is None
-    assert driver.scheduler.finish("a", FinishReason.STOP) is None
+    assert not driver.scheduler.finish("a")
 
 
-def test_an_abort_says_so_once():
+def test_a_request_can_be_ended_once():
     driver = Driver(config())
-    (seq_id,) = driver.add(request("a", 3, 5))
-    update = driver.scheduler.abort("a")
-    assert update is not None
-    assert (update.seq_id, update.request_id, update.new_token_ids) == (seq_id, "a", ())
-    assert update.finish_reason is FinishReason.ABORT
-    assert driver.scheduler.abort("a") is None and driver.step() is None
+    driver.add(request("a", 3, 5))
+    assert driver.scheduler.finish("a")
+    assert not driver.scheduler.finish("a") and driver.step() is None
 
 
 def test_the_youngest_is_preempted_and_comes_back_before_those_that_never_ran():

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -24,8 +25,8 @@ from scheduler import (
     ScheduledSeq,
     Scheduler,
     SchedulerConfig,
-    SeqUpdate,
     StepPlan,
+    StepUpdate,
     StopRules,
     invariants,
 )
@@ -34,6 +35,41 @@ from scheduler.sequence import Status
 
 VOCAB = 997
 _WEIGHTS = np.random.default_rng(0).integers(1, 2**62, size=1 << 16, dtype=np.uint64)
+
+
+class SeqUpdate(NamedTuple):
+    """What a step has brought to one sequence.
+
+    Attributes:
+        seq_id: identity of the sequence.
+        request_id: of its request.
+        new_token_ids: tokens to append to the output, a stop token included.
+        finish_reason: None while the sequence goes on.
+        stop_token_id: the token that ended it, if one did.
+        num_cached_tokens: prompt tokens that were found in the prefix cache.
+    """
+
+    seq_id: int
+    request_id: str
+    new_token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    stop_token_id: int | None
+    num_cached_tokens: int
+
+
+def seq_updates(update: StepUpdate) -> list[SeqUpdate]:
+    """The columns of an update put together for each of its sequences, beams last."""
+    news = [(at, (token,)) for at, token in zip(update.indices, update.token_ids, strict=True)]
+    return [
+        SeqUpdate(
+            update.plan.seq_ids[at],
+            update.plan.request_ids[at],
+            tokens,
+            *update.ends.get(at, (None, None)),
+            update.num_cached_tokens[at],
+        )
+        for at, tokens in [*news, *((at, ()) for at in update.beams)]
+    ]
 
 
 def next_token(tokens: np.ndarray, request_id: str) -> int:
@@ -243,6 +279,7 @@ class Driver:
         pipelined: whether each plan is made before the tokens of the one before it are read.
         num_priorities: if more than 1, requests get one of so many priorities, by their ids.
         clock: of the scheduler.
+        ends: why sequences have ended; None if they were ended from outside.
     """
 
     config: SchedulerConfig
@@ -252,7 +289,7 @@ class Driver:
     clock: Callable[[], float] = time.monotonic
     plans: list[StepPlan] = field(default_factory=list)
     outputs: dict[int, list[int]] = field(default_factory=dict)
-    ends: dict[int, FinishReason] = field(default_factory=dict)
+    ends: dict[int, FinishReason | None] = field(default_factory=dict)
     end_order: list[str] = field(default_factory=list)
     requests: dict[int, Request] = field(default_factory=dict)
     last_updates: dict[int, SeqUpdate] = field(default_factory=dict)
@@ -286,17 +323,18 @@ class Driver:
         )
         self.searches |= {beam.request_id: search for beam in beams}
 
-    def finish(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+    def finish(self, request_id: str) -> None:
         """End a request from outside, if it is live; all beams of a search that has not begun."""
         search = self.searches.pop(request_id, None)
         if search is not None:
             begun = search.tokens.pop(request_id) is not None
             search.reported.discard(request_id)
             for other in [] if begun else list(search.tokens):
-                self.finish(other, reason)
-        update = self.scheduler.finish(request_id, reason)
-        if update is not None:
-            self._take_in([update])
+                self.finish(other)
+        live = {s.request.request_id: s.seq_id for s in self.scheduler.sequences()}
+        assert self.scheduler.finish(request_id) == (request_id in live)
+        if request_id in live:
+            self._note_end(live[request_id], None)
         if search is not None:  # which may have waited for nobody but this one
             self._choose(search)
         self._check()
@@ -328,7 +366,7 @@ class Driver:
         """Take in the tokens of all plans but the newest `keep`; beams go on."""
         while len(self._unread) > keep:
             unread, tokens = self._unread.popleft()
-            updates = self.scheduler.update(unread, tokens).seqs
+            updates = seq_updates(self.scheduler.update(unread, tokens))
             rows = {s.seq_id: s.sample_row for s in unread.seqs}
             self._take_in([u for u in updates if u.request_id not in self.searches])
             for update in updates:
@@ -353,7 +391,7 @@ class Driver:
         computing |= {s.request.request_id for s in self.scheduler.sequences() if not s.held}
         if search.reported and not computing & set(search.tokens):
             for name in search.choose(self.scheduler):
-                self.finish(name, FinishReason.STOP)
+                self.finish(name)
 
     def run(self, max_steps: int = 100_000) -> int:
         """Step until nothing is left to do; how many steps made a plan.
@@ -377,7 +415,7 @@ class Driver:
                 self.requests[seq_id], self.scheduler.max_seq_len, self.config.window
             )
             got = self.outputs[seq_id]
-            if reason is FinishReason.ABORT:
+            if reason is None:
                 assert got == tokens[: len(got)]
             else:
                 assert (got, reason) == (tokens, alone), self.requests[seq_id].request_id
@@ -397,8 +435,12 @@ class Driver:
             self.outputs[update.seq_id] += update.new_token_ids
             self.last_updates[update.seq_id] = update
             if update.finish_reason is not None:
-                self.ends[update.seq_id] = update.finish_reason
-                self.end_order.append(update.request_id)
+                self._note_end(update.seq_id, update.finish_reason)
+
+    def _note_end(self, seq_id: int, reason: FinishReason | None) -> None:
+        assert seq_id not in self.ends, "a second end"
+        self.ends[seq_id] = reason
+        self.end_order.append(self.requests[seq_id].request_id)
 
     def _check(self) -> None:
         if self.check:
