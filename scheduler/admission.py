@@ -137,8 +137,7 @@ class Admission:
 
     def num_shareable_at_most(self, seq: Sequence) -> int:
         """The same, of a sibling that has written everything."""
-        end = min(seq.prompt_len, seq.num_tokens - 1)
-        return min(end, seq.score_from) if seq.score_from < seq.prompt_len else end
+        return _leaving_what_is_wanted(seq, seq.prompt_len)
 
     def is_current(self, seq: Sequence) -> bool:
         """Whether a running sequence was admitted after the last reset of the prefix cache."""
@@ -158,10 +157,15 @@ class Admission:
             seq.coming = self._tiers.prefetch(seq.keys(self._pool.index, num_blocks))
 
     def _longest_prefix(self, seq: Sequence) -> int:
-        """Tokens that a sequence may take from a cache.
+        """Tokens that a sequence may take from a cache."""
+        return _leaving_what_is_wanted(seq, seq.num_known)
 
-        At least its last token is left to compute, since that is where the next one is sampled,
-        and so are the prompt tokens whose logits are still wanted.
-        """
-        end = min(seq.num_known, seq.num_tokens - 1)
-        return min(end, seq.score_from) if seq.score_from < seq.prompt_len else end
+
+def _leaving_what_is_wanted(seq: Sequence, num_there: int) -> int:
+    """Tokens that a sequence may take of so many that are there.
+
+    At least its last token is left to compute, since that is where the next one is sampled, and so
+    are the prompt tokens whose logits are still wanted.
+    """
+    end = min(num_there, seq.num_tokens - 1)
+    return min(end, seq.score_from) if seq.score_from < seq.prompt_len else end

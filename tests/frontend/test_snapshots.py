@@ -1,6 +1,7 @@
 """Snapshots and other weights through `LLM` and `AsyncLLM`."""
 
 import asyncio
+import dataclasses
 import threading
 
 import pytest
@@ -12,7 +13,6 @@ from pagedjax.sampling_params import BeamSearchParams, SamplingParams
 from tests.support.tiny_engines import plain_greedy, random_prompts, tiny_engine, tiny_model
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 PROMPTS = random_prompts([20, 7])
 
 
@@ -74,24 +74,27 @@ def test_a_restored_stream_that_is_closed_early_aborts_its_requests(tmp_path):
 def test_streams_go_on_in_an_async_engine(tmp_path):
     """Each under its own name; the engine refuses while anything runs, and is of use afterwards."""
 
+    # So many that none is over before the snapshot, though the engine is ahead of its reader.
+    params = dataclasses.replace(PARAMS, max_tokens=64)
+    tokens = [plain_greedy(tiny_model(), prompt, 64) for prompt in PROMPTS]
+
     async def whole(stream):
         return RequestOutput.joined([delta async for delta in stream])
 
     async def before():
         async with AsyncLLM.from_engine(tiny_engine()) as llm:
             streams = [
-                llm.generate(prompt, PARAMS, request_id=name)
+                llm.generate(prompt, params, request_id=name)
                 for prompt, name in zip(PROMPTS, "ab", strict=True)
             ]
             for _ in range(4):
                 for stream in streams:
                     await anext(stream)
-            await llm.snapshot(tmp_path / "s")
-            late = llm.generate(PROMPTS[0], LONG)  # the others may be over by now
-            await anext(late)
-            with pytest.raises(ValueError, match="has requests: "):
+            saved = asyncio.create_task(llm.snapshot(tmp_path / "s"))
+            await asyncio.sleep(0)  # it is asked for first, and no step comes between the two
+            with pytest.raises(ValueError, match=r"has requests: \['a', 'b'\]"):
                 await llm.restore(tmp_path / "s")
-            await late.aclose()
+            await saved
             return [(await whole(stream)).outputs[0].token_ids for stream in streams]
 
     async def after():
@@ -102,7 +105,7 @@ def test_streams_go_on_in_an_async_engine(tmp_path):
             with pytest.raises(ValueError, match="'a' is in use"):
                 await anext(llm.generate([1, 2], PARAMS, request_id="a"))
             outputs = {name: await whole(stream) for name, stream in streams.items()}
-            again = await whole(llm.generate(PROMPTS[0], PARAMS, request_id="a"))
+            again = await whole(llm.generate(PROMPTS[0], params, request_id="a"))
             return outputs, again
 
     async def left():
@@ -114,16 +117,16 @@ def test_streams_go_on_in_an_async_engine(tmp_path):
             return said, rest, await llm.stats()
 
     late = asyncio.run(before())
-    assert all(tokens and want[-len(tokens) :] == tokens
-               for tokens, want in zip(late, wanted(), strict=True))  # fmt: skip
+    assert all(rest and want[-len(rest) :] == rest
+               for rest, want in zip(late, tokens, strict=True))  # fmt: skip
     outputs, again = asyncio.run(after())
     assert list(outputs) == ["a", "b"]
-    assert [output.outputs[0].token_ids for output in outputs.values()] == wanted()
+    assert [output.outputs[0].token_ids for output in outputs.values()] == tokens
     assert [list(output.prompt_token_ids) for output in outputs.values()] == PROMPTS
-    assert again.outputs[0].token_ids == wanted()[0]
+    assert again.outputs[0].token_ids == tokens[0]
     said, rest, stats = asyncio.run(left())
-    assert 0 < len(said.outputs[0].token_ids) < 16 and not said.finished
-    assert rest.outputs[0].token_ids == wanted()[1]
+    assert 0 < len(said.outputs[0].token_ids) < 64 and not said.finished
+    assert rest.outputs[0].token_ids == tokens[1]
     assert stats.num_running == 0 and stats.blocks_used == 0
 
 

@@ -368,14 +368,19 @@ def test_a_request_is_told_what_it_found_when_it_was_its_turn():
     assert cached == [0, 192]  # of the steps before that in which it begins
 
 
-def test_who_finds_more_again_than_there_is_room_for_goes_on_with_what_it_has():
-    """Its blocks were shared before the cache was emptied, and what it finds is in host memory."""
+def small_pool_over_host_memory(num_blocks: int) -> tuple[TierDriver, list[int]]:
+    """A driver, and a prompt of ten blocks."""
     config = SchedulerConfig(
-        num_blocks=27, max_model_len=300, max_num_batched_tokens=32, num_host_blocks=40,
+        num_blocks=num_blocks, max_model_len=300, max_num_batched_tokens=32, num_host_blocks=40,
         ttft_target_s=TARGET_S,
     )  # fmt: skip
-    driver = TierDriver(config, clock=Clock(), pipelined=False)
     prompt = np.random.default_rng(0).integers(VOCAB, size=160).tolist()
+    return TierDriver(config, clock=Clock(), pipelined=False), prompt
+
+
+def test_who_finds_more_again_than_there_is_room_for_goes_on_with_what_it_has():
+    """Its blocks were shared before the cache was emptied, and what it finds is in host memory."""
+    driver, prompt = small_pool_over_host_memory(27)
     driver.add(request("shares", prompt[:64], 40, priority=-1))
     for _ in range(3):
         driver.step()
@@ -398,12 +403,7 @@ def test_who_finds_more_again_than_there_is_room_for_goes_on_with_what_it_has():
 
 def test_what_is_found_in_host_memory_when_it_is_its_turn_counts_as_found_there():
     """It is admitted before the pool has it, and its turn comes when the pool has dropped it."""
-    config = SchedulerConfig(
-        num_blocks=32, max_model_len=300, max_num_batched_tokens=32, num_host_blocks=40,
-        ttft_target_s=TARGET_S,
-    )  # fmt: skip
-    driver = TierDriver(config, clock=Clock(), pipelined=False)
-    prompt = np.random.default_rng(0).integers(VOCAB, size=160).tolist()
+    driver, prompt = small_pool_over_host_memory(32)
     driver.add(request("same beginning", prompt[:130], 1), request("before it", 80, 1))
     (waits,) = driver.add(request("waits", prompt, 2, priority=1))
     while "same beginning" not in driver.end_order:
