@@ -25,7 +25,7 @@ from pagedjax.engine.programs import THREADS_EACH, BuildTimes, build, report
 from pagedjax.engine.sampler import SampleOutputs
 from pagedjax.engine.step import redraw, run_step
 from pagedjax.engine.step_inputs import SamplingLayout, StepLayout
-from pagedjax.layers.linear import FEW_TOKENS, MANY_TOKENS
+from pagedjax.layers.linear import MANY_TOKENS
 from pagedjax.models.arch import ArchConfig
 from pagedjax.models.params import Params
 
@@ -36,6 +36,12 @@ _EDITS = 4096
 # On a GPU a step of a few tokens takes as long as its weights take to be read, so that smaller
 # steps would take no less. One sequence alone has products of another kind: it keeps its own.
 _GPU_LEAST_SEQS, _GPU_LEAST_TOKENS = 8, 128
+# From here on they take as long as their rows do, and finer steps waste less on padding.
+_GPU_MANY_SEQS = 128
+
+# Products of so many rows, besides those of many, that cuBLAS computes faster than what XLA would
+# choose: that goes by times with the weights in the cache, which is not where a step finds them.
+_LIBRARY_ROWS = range(17, 33)
 
 # The first launch of a program loads its kernels, the second captures them as a CUDA graph.
 _FIRST_LAUNCHES = 2
@@ -95,10 +101,10 @@ class ModelRunner:
         self._config = config
         device = next(iter(params["embed.table"].sharding.device_set))
         self._platform: str = device.platform
-        few = () if self._platform == "cpu" else (_GPU_LEAST_SEQS, _GPU_LEAST_TOKENS)
-        self.buckets = Buckets(
-            config.max_num_seqs, config.max_num_batched_tokens, config.bucket_growth, *few
-        )
+        sizes = (config.max_num_seqs, config.max_num_batched_tokens, config.bucket_growth)
+        if self._platform != "cpu":
+            sizes = (*sizes, _GPU_LEAST_SEQS, _GPU_LEAST_TOKENS, _GPU_MANY_SEQS)
+        self.buckets = Buckets(*sizes)
         self.store = program_store(device) if config.compilation_cache else None
         self._pool: KVPool = spec.create(device)
         self.abstract_pool: Any = jax.tree.map(
@@ -181,7 +187,7 @@ class ModelRunner:
         finds most of its products tried out for the decode step of as many tokens. Other decode
         steps take less than mixed ones, which have two kernels of attention.
         """
-        tries = self._platform != "cpu" and bucket.tokens < MANY_TOKENS
+        tries = self._platform != "cpu" and not _left_to_library(bucket.tokens)
         return tries and bucket.decode, not bucket.decode, tries, bucket.tokens
 
     def compile(self, key: Bucket | Draw) -> Any:
@@ -397,15 +403,20 @@ def _compiler_options(platform: str, *, products: int) -> dict[str, Any] | None:
         "xla_gpu_autotune_level": 2,
         "xla_gpu_force_compilation_parallelism": THREADS_EACH,
     }
-    if FEW_TOKENS < products < MANY_TOKENS:  # divided already, where it pays
+    if 1 < products < MANY_TOKENS:  # divided already, where it pays
         options["xla_gpu_experimental_force_split_k"] = 1
-    if products >= MANY_TOKENS:  # cuBLAS is as fast as anything XLA could generate and choose from
+    if _left_to_library(products):
         options["xla_gpu_enable_triton_gemm"] = False
     if not products:
         # There are candidates for every fusion, too: a redraw would be compiled as dozens of pieces
         # before it is as one, and timing would decide in which order the sums behind a draw round.
         options["xla_gpu_autotune_level"] = 0
     return options
+
+
+def _left_to_library(rows: int) -> bool:
+    """Whether cuBLAS is as fast as anything that XLA could generate and choose from, or faster."""
+    return rows >= MANY_TOKENS or rows in _LIBRARY_ROWS
 
 
 def _described(array: Any) -> tuple[Any, ...] | None:

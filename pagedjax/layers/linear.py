@@ -6,11 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-# Products of one token, and of more than few but not many, are divided by `project_in_pieces`.
-# Those of few are left to XLA, which divides them as well by itself, and those of many to the
+# From so many tokens on a product is bound by arithmetic: it is not divided, and left to the
 # device's library, see `pagedjax.engine.runner`.
-FEW_TOKENS = 16
-MANY_TOKENS = 256
+MANY_TOKENS = 192
 
 # What a GPU's kernel computes of a product at once, and how many of these keep an H200 busy, about
 # one for each of its multiprocessors. The product of a single vector is made of sums instead, and
@@ -37,9 +35,9 @@ def num_pieces(tokens: int, outputs: int, inner: int) -> int:
 
     On a GPU a product of few tokens has fewer tiles of results than would fill the device, and its
     time is that of reading the weight: so each tile is computed in pieces, by the fewest programs
-    that fill it. One piece for 2 to `FEW_TOKENS` and from `MANY_TOKENS` on, and elsewhere.
+    that fill it. One piece from `MANY_TOKENS` on, and elsewhere.
     """
-    if jax.default_backend() != "gpu" or 1 < tokens <= FEW_TOKENS or tokens >= MANY_TOKENS:
+    if jax.default_backend() != "gpu" or tokens >= MANY_TOKENS:
         return 1
     wanted = _FILLING_TILES_OF_ONE if tokens == 1 else _FILLING_TILES
     pieces = 1

@@ -8,7 +8,6 @@ from flax import nnx
 
 from pagedjax.layers import linear
 from pagedjax.layers.linear import (
-    FEW_TOKENS,
     MANY_TOKENS,
     num_pieces,
     product_dtype,
@@ -58,7 +57,7 @@ def divided(monkeypatch):
         (128, 4096, 4096, 2),  # a tile has all rows
         (17, 1024, 2048, 8),  # 256 of each dot product, which would be no longer worth a start
         (17, 1024, 1000, 1),  # not a multiple of cache lines
-        (FEW_TOKENS, 1024, 2048, 1),
+        (8, 1024, 2048, 8),
         (1, 4096, 14336, 8),  # a single vector's product wants more
         (MANY_TOKENS, 1024, 4096, 1),
     ],
