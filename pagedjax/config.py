@@ -62,8 +62,9 @@ class EngineConfig:
             allows (`pagedjax.engine.pace`). Callers see a token some milliseconds after the engine
             has it, for which a target a little below their bound leaves room. None: nobody waits
             for a first token, as when whole batches are generated.
-        bucket_growth: ratio of neighbouring step sizes that are compiled. None: 2 on a GPU; 4 on a
-            CPU, where a compile costs more than its padding.
+        bucket_growth: ratio of neighbouring step sizes that are compiled. None: 2 on a GPU,
+            where decode steps of 128 sequences and more have sizes in between as well; 4 on a CPU,
+            where a compile costs more than its padding.
         prefix_caching: whether finished blocks are kept and found again by later prompts that
             begin with the same tokens.
         contiguous_blocks: whether a request gets neighbouring blocks of the pool where there are

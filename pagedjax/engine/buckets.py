@@ -47,12 +47,22 @@ class Buckets:
         growth: ratio of neighbouring sizes. A larger one means fewer compiles and more padding.
         few_seqs: smallest decode step for more than one sequence.
         few_tokens: smallest mixed step, in tokens.
+        many_seqs: decode step from which on there are also those half as large again; None: no.
     """
 
     def __init__(
-        self, max_seqs: int, max_tokens: int, growth: int, few_seqs: int = 1, few_tokens: int = 32
+        self,
+        max_seqs: int,
+        max_tokens: int,
+        growth: int,
+        few_seqs: int = 1,
+        few_tokens: int = 32,
+        many_seqs: int | None = None,
     ):
-        seqs = sorted({1, *ladder(min(few_seqs, max_seqs), max_seqs, growth)})
+        seqs = {1, *ladder(min(few_seqs, max_seqs), max_seqs, growth)}
+        if many_seqs is not None:
+            seqs |= {n + n // 2 for n in seqs if n >= many_seqs and n + n // 2 < max_seqs}
+        seqs = sorted(seqs)
         self.decode = tuple(Bucket(n, n, True) for n in seqs)
         sizes = ladder(min(few_tokens, max_tokens), max_tokens, growth)
         self.mixed = tuple(Bucket(n, max_seqs, False) for n in sizes)

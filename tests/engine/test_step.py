@@ -80,6 +80,9 @@ def test_a_gpu_has_no_sizes_that_take_no_less_time():
     assert [b.seqs for b in buckets.decode] == [1, 8, 16, 32, 64, 128, 256]
     assert [b.tokens for b in buckets.mixed] == [128, 256, 512, 1024, 2048]
     assert buckets.fit(tokens=2, seqs=2) == Bucket(8, 8, True)
+    finer = Buckets(600, 2048, 2, few_seqs=8, few_tokens=128, many_seqs=128)
+    assert [b.seqs for b in finer.decode][5:] == [128, 192, 256, 384, 512, 600]
+    assert finer.mixed == Buckets(600, 2048, 2, few_tokens=128).mixed
     small = Buckets(2, 6, 2, few_seqs=8, few_tokens=128)
     assert list(small) == [Bucket(1, 1, True), Bucket(2, 2, True), Bucket(6, 2, False)]
 

@@ -37,7 +37,7 @@ def test_on_a_gpu_steps_whose_products_are_tried_out_come_first_and_decode_steps
     """They take longest to compile; a mixed step finds what its decode step has tried out."""
     runner = tiny_engine(max_num_seqs=256, max_num_batched_tokens=512)._runner
     monkeypatch.setattr(runner, "_platform", "gpu")
-    runner.buckets = Buckets(256, 512, 2, 8, 128)
+    runner.buckets = Buckets(256, 512, 2, 8, 128, 128)
     built = []
     monkeypatch.setattr(runner, "launch_all", lambda: None)
     monkeypatch.setattr(
@@ -46,8 +46,8 @@ def test_on_a_gpu_steps_whose_products_are_tried_out_come_first_and_decode_steps
     )
     runner.warm_up()
     steps = [(key.tokens, key.decode) for key in built if isinstance(key, Bucket)]
-    tried = [(n, True) for n in (128, 64, 32, 16, 8, 1)] + [(128, False)]
-    assert steps == [*tried, (512, False), (256, False), (256, True)]
+    tried = [(n, True) for n in (128, 64, 16, 8, 1)] + [(128, False)]
+    assert steps == [*tried, (512, False), (256, False), *((n, True) for n in (256, 192, 32))]
     assert all(isinstance(key, Draw) for key in built[len(steps) :])
 
 
@@ -58,12 +58,12 @@ def test_on_a_gpu_products_are_tried_out_and_redraws_are_compiled_as_they_are(mo
     draws = [Draw(n, full, penalties) for n in (1, 256) for full, penalties in KINDS_OF_DRAWS]
     levels = {key: runner.program(key).options["xla_gpu_autotune_level"] for key in draws}
     assert set(levels.values()) == {0}
-    steps = {key: runner.program(key).options for key in Buckets(256, 256, 2, 8, 128)}
+    steps = {key: runner.program(key).options for key in Buckets(256, 256, 2, 8, 128, 128)}
     assert {options["xla_gpu_autotune_level"] for options in steps.values()} == {2}
     untried = {
         key.tokens for key, o in steps.items() if o.get("xla_gpu_enable_triton_gemm") is False
     }
-    assert untried == {256}
+    assert untried == {32, 192, 256}
 
 
 def test_launching_every_step_with_padding_compiles_nothing_and_changes_no_tokens():
