@@ -10,8 +10,9 @@
 One JSON line per case. A timed decode calls the kernel many times in one compiled program, each
 output being the next query, over block tables that rotate through more memory than the L2 cache
 holds; its line has the median over repeats, the bytes of keys and values per second, and their
-share of what a device copy moves (bytes read plus bytes written). `benchmarks.tuned_table` makes
-the kernels' table of configurations from these lines. `prefill_timing` says how prompts are timed.
+shares of what a device copy moves (bytes read plus bytes written) and of what a reduction reads.
+`benchmarks.tuned_table` makes the kernels' table of configurations from these lines.
+`prefill_timing` says how prompts are timed.
 """
 
 from __future__ import annotations

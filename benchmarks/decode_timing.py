@@ -15,7 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernel_timing import L2_BYTES, copy_bandwidth, median_seconds, random_pool
+from benchmarks.kernel_timing import (
+    L2_BYTES,
+    copy_bandwidth,
+    median_seconds,
+    random_pool,
+    read_bandwidth,
+)
 from benchmarks.record import record
 from pallas_kernels.cases import DecodeCase, decode_cases, ragged_case
 from pallas_kernels.decode_plan import DecodePlan, plan_decode
@@ -134,8 +140,8 @@ class Workload:
 
 def bench_decode(args: argparse.Namespace) -> None:
     """Time every case with its best (or every) configuration."""
-    ceiling = copy_bandwidth()
-    print(f"copy {ceiling / 1e12:.2f} TB/s", flush=True)
+    ceilings = {"copy": copy_bandwidth(), "read": read_bandwidth()}
+    print(", ".join(f"{name} {x / 1e12:.2f} TB/s" for name, x in ceilings.items()), flush=True)
     backends = args.backends.split(",")
     table = []
     for _, group in itertools.groupby(selected_cases(args), key=lambda c: c.pool_key):
@@ -145,18 +151,18 @@ def bench_decode(args: argparse.Namespace) -> None:
         pool = random_pool(blocks, kv_heads, block_size, head_dim, kv_dtype)
         for case in cases:
             work = Workload.of(case, blocks, args.rows)
-            table += time_case(work, pool, backends, ceiling, args)
+            table += time_case(work, pool, backends, ceilings, args)
         del pool
-    print(f"{'case':34} {'variant':22} {'us':>9} {'TB/s':>6} {'copy':>5}")
+    print(f"{'case':34} {'variant':22} {'us':>9} {'TB/s':>6} {'copy':>5} {'read':>5}")
     for row in table:
-        print("{case:34} {variant:22} {us:9.2f} {tb_s:6.3f} {share:5.2f}".format(**row))
+        print("{case:34} {variant:22} {us:9.2f} {tb_s:6.3f} {copy:5.2f} {read:5.2f}".format(**row))
 
 
 def time_case(
     work: Workload,
     pool: jax.Array,
     backends: list[str],
-    ceiling: float,
+    ceilings: dict[str, float],
     args: argparse.Namespace,
 ) -> list[dict[str, Any]]:
     """Time one case with every configuration, record each, and return them, fastest first."""
@@ -180,15 +186,16 @@ def time_case(
                 "variant": str(variant),
                 "us": seconds * 1e6,
                 "tb_s": case.kv_bytes / seconds / 1e12,
-                "share": case.kv_bytes / seconds / ceiling,
+                **{name: case.kv_bytes / seconds / x for name, x in ceilings.items()},
             }
             rows.append(row)
             record(
                 "paged_decode", name, args.out, implementation=variant.backend,
                 median_us=round(row["us"], 3), spread=round(spread, 4), kv_bytes=case.kv_bytes,
-                tb_per_s=round(row["tb_s"], 4), copy_share=round(row["share"], 4),
-                copy_tb_per_s=round(ceiling / 1e12, 3), calls=work.calls,
-                rotations=len(work.tables), **dataclasses.asdict(variant.config),
+                tb_per_s=round(row["tb_s"], 4), calls=work.calls, rotations=len(work.tables),
+                **{f"{name}_share": round(row[name], 4) for name in ceilings},
+                **{f"{name}_tb_per_s": round(x / 1e12, 3) for name, x in ceilings.items()},
+                **dataclasses.asdict(variant.config),
             )  # fmt: skip
     rows.sort(key=lambda row: row["us"])
     best = [next((r for r in rows if r["variant"].startswith(b)), None) for b in backends]

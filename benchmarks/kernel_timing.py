@@ -1,4 +1,4 @@
-"""How the kernels are timed: many calls in one program, medians, the device's copy bandwidth."""
+"""How the kernels are timed: many calls in one program, medians, the device's bandwidths."""
 
 from __future__ import annotations
 
@@ -77,6 +77,18 @@ def copy_bandwidth() -> float:
     copy = jax.jit(jnp.copy)
     seconds, _ = median_seconds(copy, (x,), 1)
     return 2 * x.nbytes / seconds
+
+
+def read_bandwidth() -> float:
+    """Bytes per second at which a device reads an array from end to end.
+
+    What a decode kernel can come up to, which writes next to nothing: a copy writes as much as it
+    reads, and memory takes time to turn around.
+    """
+    x = jax.random.bits(jax.random.key(0), (1 << 18, 8192), jnp.uint16)
+    largest_of_rows = jax.jit(lambda x: jnp.max(x, axis=1))
+    seconds, _ = median_seconds(largest_of_rows, (x,), 1)
+    return x.nbytes / seconds
 
 
 def random_pool(
