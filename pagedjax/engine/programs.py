@@ -20,11 +20,6 @@ from typing import Any, Generic, TypeVar
 from pagedjax.engine.program_store import Program, ProgramStore
 from pagedjax.heap import uncollected_heap
 
-# XLA's threads for each program on a GPU, that compile the candidates of a matrix product.
-# Left to itself it takes as many as there are cores, for each of the programs that are compiled at
-# the same time, and they leave the one thread that lowers a small share of a core.
-THREADS_EACH = 2
-
 _log = logging.getLogger(__name__)
 
 KeyT = TypeVar("KeyT", bound=Hashable)

@@ -17,15 +17,15 @@ from pagedjax.engine.block_copies import BlockCopier
 from pagedjax.engine.block_tables import edit_tables, padded_edits
 from pagedjax.engine.buckets import Bucket, Buckets
 from pagedjax.engine.compilation_cache import program_store
+from pagedjax.engine.compiler_options import compiler_options, left_to_library
 from pagedjax.engine.kv_pool import KVPool, KVSpec
 from pagedjax.engine.kv_scales import KVScales
 from pagedjax.engine.penalties import SeenTokens
 from pagedjax.engine.program_store import Program
-from pagedjax.engine.programs import THREADS_EACH, BuildTimes, build, report
+from pagedjax.engine.programs import BuildTimes, build, report
 from pagedjax.engine.sampler import SampleOutputs
 from pagedjax.engine.step import redraw, run_step
 from pagedjax.engine.step_inputs import SamplingLayout, StepLayout
-from pagedjax.layers.linear import MANY_TOKENS
 from pagedjax.models.arch import ArchConfig
 from pagedjax.models.params import Params
 
@@ -38,10 +38,6 @@ _EDITS = 4096
 _GPU_LEAST_SEQS, _GPU_LEAST_TOKENS = 8, 128
 # From here on they take as long as their rows do, and finer steps waste less on padding.
 _GPU_MANY_SEQS = 128
-
-# Products of so many rows, besides those of many, that cuBLAS computes faster than what XLA would
-# choose: that goes by times with the weights in the cache, which is not where a step finds them.
-_LIBRARY_ROWS = range(17, 33)
 
 # The first launch of a program loads its kernels, the second captures them as a CUDA graph.
 _FIRST_LAUNCHES = 2
@@ -187,7 +183,7 @@ class ModelRunner:
         finds most of its products tried out for the decode step of as many tokens. Other decode
         steps take less than mixed ones, which have two kernels of attention.
         """
-        tries = self._platform != "cpu" and not _left_to_library(bucket.tokens)
+        tries = self._platform != "cpu" and not left_to_library(bucket.tokens)
         return tries and bucket.decode, not bucket.decode, tries, bucket.tokens
 
     def compile(self, key: Bucket | Draw) -> Any:
@@ -240,7 +236,7 @@ class ModelRunner:
             name=f"{bucket} {static}",
             function=self._jitted(step, (1, 2, 3)),
             arguments=arguments,
-            options=_compiler_options(self._platform, products=bucket.tokens),
+            options=compiler_options(self._platform, products=bucket.tokens),
         )
 
     def _draw_program(self, key: Draw) -> Program:
@@ -261,7 +257,7 @@ class ModelRunner:
             name=f"{key} {num_top}",
             function=self._jitted(draw, (1, 3)),
             arguments=arguments,
-            options=_compiler_options(self._platform, products=0),
+            options=compiler_options(self._platform, products=0),
         )
 
     def _jitted(self, function: Callable[..., Any], donated: tuple[int, ...]) -> Any:
@@ -390,33 +386,6 @@ class ModelRunner:
             self.compiles_after_warmup += self._warm
             self._compiled[key] = self.compile(key)
         return self._compiled[key]
-
-
-def _compiler_options(platform: str, *, products: int) -> dict[str, Any] | None:
-    """XLA's options for code whose matrix products have so many rows; 0: it has none."""
-    if platform == "cpu":
-        # The time is spent in library matrix products, so that LLVM's dearest passes buy nothing,
-        # and they are half of the time to compile.
-        return {"xla_llvm_disable_expensive_passes": True}
-    # Candidates are timed on the device, by one thread at a time: measure them, do not check them.
-    options: dict[str, Any] = {
-        "xla_gpu_autotune_level": 2,
-        "xla_gpu_force_compilation_parallelism": THREADS_EACH,
-    }
-    if 1 < products < MANY_TOKENS:  # divided already, where it pays
-        options["xla_gpu_experimental_force_split_k"] = 1
-    if _left_to_library(products):
-        options["xla_gpu_enable_triton_gemm"] = False
-    if not products:
-        # There are candidates for every fusion, too: a redraw would be compiled as dozens of pieces
-        # before it is as one, and timing would decide in which order the sums behind a draw round.
-        options["xla_gpu_autotune_level"] = 0
-    return options
-
-
-def _left_to_library(rows: int) -> bool:
-    """Whether cuBLAS is as fast as anything that XLA could generate and choose from, or faster."""
-    return rows >= MANY_TOKENS or rows in _LIBRARY_ROWS
 
 
 def _described(array: Any) -> tuple[Any, ...] | None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 # From so many tokens on a product is bound by arithmetic: it is not divided, and left to the
-# device's library, see `pagedjax.engine.runner`.
+# device's library, see `pagedjax.engine.compiler_options`.
 MANY_TOKENS = 192
 
 # What a GPU's kernel computes of a product at once, and how many of these keep an H200 busy, about
@@ -76,7 +76,7 @@ def project(
         `[tokens, out...]`.
     """
     out_dtype = out_dtype or product_dtype(x.shape[0], x.dtype)
-    return _multiply(x, weight, contract, 1, out_dtype)[0]
+    return multiply(x, weight, contract=contract, pieces=1, out_dtype=out_dtype)[0]
 
 
 def project_in_pieces(
@@ -100,16 +100,17 @@ def project_in_pieces(
         `[num_pieces(...), tokens, out...]` in `product_dtype`.
     """
     pieces = num_pieces(x.shape[0], *_sizes(weight, contract))
-    out = _multiply(x, weight, contract, pieces, product_dtype(x.shape[0], x.dtype))
+    out_dtype = product_dtype(x.shape[0], x.dtype)
+    out = multiply(x, weight, contract=contract, pieces=pieces, out_dtype=out_dtype)
     if bias is None:
         return out
     return out + (bias.astype(jnp.float32) / pieces).astype(out.dtype)[None, None]
 
 
-def _multiply(
-    x: jax.Array, weight: jax.Array, contract: int, pieces: int, out_dtype: jnp.dtype
+def multiply(
+    x: jax.Array, weight: jax.Array, *, contract: int, pieces: int, out_dtype: jnp.dtype
 ) -> jax.Array:
-    """The pieces of `project`, `[pieces, tokens, out...]`."""
+    """The pieces of `project`, `[pieces, tokens, out...]`; they must divide the inner dimension."""
     outer, inner = _sizes(weight, contract)
     outputs = weight.shape[: weight.ndim - contract]
     # As plain matrices: XLA copies a weight with several outer or inner axes on every call. A GPU
