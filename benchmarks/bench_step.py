@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_step --shape llama3.1-8b \\
         --cases 1x1024,8x1024,32x1024,128x1024,32x4000 --out benchmarks/results/step.jsonl
-    XLA_FLAGS=--xla_gpu_enable_command_buffer= python -m benchmarks.bench_step ...   (no CUDA graph)
+    python -m benchmarks.bench_step --cases 1x1024 --without-cuda-graphs
     python -m benchmarks.bench_step --cases 32x1024 --profile       (kernels by time as well)
     python -m benchmarks.bench_step --shape tiny --dtype float32 --cases 1x64,4x64 --steps 5
 
@@ -109,7 +109,7 @@ def decode_plan(case: Case, *, num_blocks: int, block_size: int, max_blocks: int
 
 
 def make_runner(
-    model: LoadedModel, cases: list[Case], *, block_size: int, implementation: str | None
+    model: LoadedModel, cases: list[Case], *, block_size: int, **options: Any
 ) -> tuple[ModelRunner, int, int]:
     """A runner whose pool holds the largest case; also its blocks, and columns of its tables."""
     num_blocks = 1 + max(case.blocks(block_size) for case in cases)
@@ -118,7 +118,7 @@ def make_runner(
     table = model.params["embed.table"]
     config = EngineConfig(
         block_size=block_size, num_blocks=num_blocks, max_model_len=max(length, 2),
-        max_num_seqs=seqs, max_num_batched_tokens=max(seqs, 2048), implementation=implementation,
+        max_num_seqs=seqs, max_num_batched_tokens=max(seqs, 2048), **options,
     ).resolved(
         platform=next(iter(table.devices())).platform, max_positions=model.arch.max_positions
     )  # fmt: skip
@@ -228,6 +228,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--implementation", help="backend of the paged operations")
+    parser.add_argument("--without-cuda-graphs", action="store_true", help="kernel by kernel")
     parser.add_argument("--profile", action="store_true", help="add device_profile's figures")
     parser.add_argument("--copy-mib", type=int, help="size of the copy; default 2048, CPU 64")
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file")
@@ -253,8 +254,9 @@ def main() -> None:
     model = random_model(arch, args.dtype)
     size = args.block_size
     runner, num_blocks, max_blocks = make_runner(
-        model, cases, block_size=size, implementation=args.implementation
-    )
+        model, cases, block_size=size, implementation=args.implementation,
+        cuda_graphs=not args.without_cuda_graphs,
+    )  # fmt: skip
     for case in cases:
         launch = step_launcher(
             runner, case, num_blocks=num_blocks, block_size=size, max_blocks=max_blocks
@@ -265,6 +267,7 @@ def main() -> None:
             "step", f"{args.shape} {args.dtype} {case}", args.out, batch=case.batch,
             context=case.context, steps=args.steps, repeats=args.repeats, block_size=size,
             xla_flags=os.environ.get("XLA_FLAGS", ""), weights="random",
+            **({"without_cuda_graphs": True} if args.without_cuda_graphs else {}),
             **measure(launch, moved, copy_rate, args),
             **(profiled(launch, args.steps) if args.profile else {}),
         )  # fmt: skip

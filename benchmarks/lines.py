@@ -13,6 +13,7 @@ Lines = dict[tuple[str, ...], Line]  # bench, device, case, and what else tells 
 # What tells the lines of one case apart, where one run writes several.
 VARIED = {
     "serving": ("arrivals", "load", "max_num_seqs", "max_num_batched_tokens", "ttft_target_s"),
+    "step": ("without_cuda_graphs",),
     "kv_memory": ("trace",),
     "offline": (
         "max_num_seqs", "max_num_batched_tokens", "block_size", "prefix_caching",

@@ -113,7 +113,8 @@ def step_table(lines: Lines) -> str:
         torch = beside(lines, line, "torch_step")
         theirs = None if torch is None else torch["step_us"]
         rows.append([
-            line["case"], number(line["step_us"] / 1e3), number(line["caller_us"] / 1e3),
+            line["case"] + (", without CUDA graphs" if line.get("without_cuda_graphs") else ""),
+            number(line["step_us"] / 1e3), number(line["caller_us"] / 1e3),
             number(line["floor_us"] / 1e3), f"{line['ratio_to_floor']:.2f}",
             "–" if theirs is None else number(theirs / 1e3),
             "–" if theirs is None else f"{theirs / line['step_us']:.2f}",

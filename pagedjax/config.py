@@ -85,6 +85,8 @@ class EngineConfig:
         seed: where the seeds of requests that bring none are drawn from.
         implementation: backend of the paged operations, "mosaic", "triton", "xla" or "reference";
             None picks one for the device.
+        cuda_graphs: whether a step on an NVIDIA GPU is launched as a whole, as a CUDA graph, or
+            kernel by kernel. Profilers tell more of the latter.
         warm_up: compile every step at start, so that none is compiled later. Without it each
             step is compiled when first needed, and counted.
         compilation_cache: keep compiled steps in the user's cache directory, unless JAX already
@@ -113,6 +115,7 @@ class EngineConfig:
     max_logprobs: int = 20
     seed: int = 0
     implementation: str | None = None
+    cuda_graphs: bool = True
     warm_up: bool = True
     compilation_cache: bool = True
 

@@ -14,10 +14,11 @@ _THREADS_EACH = 2
 # Products of so many rows, besides those of many, that cuBLAS computes faster than what XLA would
 # choose: that goes by times with the weights in the cache, which is not where a step finds them.
 _LIBRARY_ROWS = range(17, 33)
+_NO_GRAPH = 2**31 - 1  # more kernels than any program has
 
 
 def compiler_options(
-    platform: str, *, products: int, library: bool | None = None
+    platform: str, *, products: int, library: bool | None = None, cuda_graphs: bool = True
 ) -> dict[str, Any]:
     """Options for code whose matrix products have so many rows.
 
@@ -25,6 +26,7 @@ def compiler_options(
         platform: of the device.
         products: rows of the products; 0: there are none.
         library: whether the products of a GPU are all cuBLAS's; `left_to_library` if None.
+        cuda_graphs: whether an NVIDIA GPU captures what is launched as CUDA graphs.
     """
     if platform == "cpu":
         # The time is spent in library matrix products, so that LLVM's dearest passes buy nothing,
@@ -39,6 +41,8 @@ def compiler_options(
         options["xla_gpu_experimental_force_split_k"] = 1
     if left_to_library(products) if library is None else library:
         options["xla_gpu_enable_triton_gemm"] = False
+    if not cuda_graphs:
+        options["xla_gpu_graph_min_graph_size"] = _NO_GRAPH
     if not products:
         # There are candidates for every fusion, too: a redraw would be compiled as dozens of pieces
         # before it is as one, and timing would decide in which order the sums behind a draw round.

@@ -236,7 +236,7 @@ class ModelRunner:
             name=f"{bucket} {static}",
             function=self._jitted(step, (1, 2, 3)),
             arguments=arguments,
-            options=compiler_options(self._platform, products=bucket.tokens),
+            options=self._compiler_options(bucket.tokens),
         )
 
     def _draw_program(self, key: Draw) -> Program:
@@ -257,8 +257,12 @@ class ModelRunner:
             name=f"{key} {num_top}",
             function=self._jitted(draw, (1, 3)),
             arguments=arguments,
-            options=compiler_options(self._platform, products=0),
+            options=self._compiler_options(0),
         )
+
+    def _compiler_options(self, products: int) -> dict[str, Any]:
+        graphs = self._config.cuda_graphs
+        return compiler_options(self._platform, products=products, cuda_graphs=graphs)
 
     def _jitted(self, function: Callable[..., Any], donated: tuple[int, ...]) -> Any:
         named = function if self.store is None else self.store.renamed(function)

@@ -125,6 +125,15 @@ def test_a_step_stands_beside_pytorch_and_the_floor(tmp_path):
     assert row(compare.step_table(lines_of(tmp_path, STEP)), "llama3.1-8b")[5:] == ["–", "–"]
 
 
+def test_a_step_without_cuda_graphs_stands_beside_the_one_with_them(tmp_path):
+    kernel_by_kernel = STEP | {"step_us": 9000.0, "without_cuda_graphs": True}
+    text = compare.step_table(lines_of(tmp_path, STEP, kernel_by_kernel))
+    cases = [STEP["case"], f"{STEP['case']}, without CUDA graphs"]
+    rows = [line.strip("| ").split(" | ")[:2] for line in text.splitlines() if "llama" in line]
+    assert rows == [[case, ms] for case, ms in zip(cases, [rows[0][1], "9.00"], strict=True)]
+    assert rows[0][1] != "9.00"
+
+
 def test_first_tokens_with_the_cache_stand_below_those_without(tmp_path):
     warm = SHARED_PROMPT | {
         "case": SHARED_PROMPT["case"].replace("without", "warm"), "hit_share": 0.9697,

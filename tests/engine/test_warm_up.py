@@ -2,6 +2,8 @@
 
 from collections import Counter
 
+import pytest
+
 from pagedjax.engine.buckets import Bucket, Buckets
 from pagedjax.engine.programs import BuildTimes
 from pagedjax.engine.runner import Draw
@@ -64,6 +66,17 @@ def test_on_a_gpu_products_are_tried_out_and_redraws_are_compiled_as_they_are(mo
         key.tokens for key, o in steps.items() if o.get("xla_gpu_enable_triton_gemm") is False
     }
     assert untried == {32, 192, 256}
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_cuda_graphs_are_captured_unless_they_are_not_wanted(monkeypatch, graphs):
+    runner = tiny_engine(cuda_graphs=graphs)._runner
+    keys = [*runner.buckets, Draw(1, full=False)]
+    on_cpu = {str(runner.program(key).options) for key in keys}
+    assert "graph" not in "".join(on_cpu)
+    monkeypatch.setattr(runner, "_platform", "gpu")
+    least = [runner.program(key).options.get("xla_gpu_graph_min_graph_size") for key in keys]
+    assert least == [None if graphs else 2**31 - 1] * len(keys)
 
 
 def test_launching_every_step_with_padding_compiles_nothing_and_changes_no_tokens():
