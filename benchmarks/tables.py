@@ -70,8 +70,8 @@ def offline_table(lines: Lines) -> str:
         "most. In brackets: requests × mean prompt "
         "+ output tokens. Beside it (a) transformers' `generate` in padded "
         "batches with contiguous caches, (b) its continuous batching. The ratios are this engine's "
-        "requests/s over theirs. † broken off at a time limit; the rate is that of the requests "
-        "finished."
+        "requests/s over theirs. Prefix caching, on by default, is off where a line does not name "
+        "it. † broken off at a time limit; the rate is that of the requests finished."
     )
     head = ["shape, dtype, load", "pagedjax", "(a)", "(b)", "to (a)", "to (b)"]
     return table(note, head, rows)
@@ -162,9 +162,10 @@ def serving_table(lines: Lines) -> str:
         "Requests that arrive over time, through `AsyncLLM`, with so many requests and tokens in a "
         "step at most and, where it is named, a target for the first token (`ttft_target_s`): "
         "requests/s (share of saturation), then p50 / p90 / p99 in ms of the time to the first "
-        "token, the interval between tokens and the whole request, and requests/s within the "
-        "bounds of the line on the first two. Engines with other options reach another "
-        "saturation, and so another rate."
+        "token, the interval between tokens and the whole request. Goodput: requests/s, over all "
+        "the time until the last one ended, whose first token and 99th percentile of intervals "
+        "were within 200 and 40 ms, and their share of the requests. Engines with other options "
+        "reach another saturation, and so another rate."
     )
     head = ["shape, dtype, load", "rate", "TTFT", "ITL", "whole", "goodput"]
     return table(note, head, rows)

@@ -1,5 +1,4 @@
-"""Ragged paged prefill attention in Pallas Triton, for GPUs without the Mosaic kernel's
-instructions and for quantized pools.
+"""Ragged paged prefill attention in Pallas Triton, for any GPU and for quantized pools.
 
 One program computes one tile of a sequence's new tokens for all query heads of one key/value head:
 its rows are (token, head of the group) pairs, so that keys are read once per group. The tiles come
