@@ -14,6 +14,7 @@ import numpy as np
 
 from convert import families, gguf_config
 from convert.generation_fields import read_generation
+from convert.layout import is_native
 from convert.rules import Piece, Rule, rules_for, widest
 from convert.safetensors_reader import INDEX_NAME, SINGLE_NAME, SafetensorsSource
 from convert.source import CheckpointError, TensorSource
@@ -184,6 +185,8 @@ def is_hf_directory(path: Path) -> bool:
 
 
 def _open_directory(path: Path) -> Checkpoint:
+    if is_native(path):
+        raise CheckpointError(f"{str(path)!r} is a native checkpoint already")
     if not is_hf_directory(path):
         gguf_files = sorted(one.name for one in path.glob("*.gguf"))
         hint = f"; for GGUF name the file itself: {gguf_files[0]}" if gguf_files else ""

@@ -164,10 +164,12 @@ def check_destination(dst: Path, overwrite: bool) -> None:
     """
     if not dst.exists() and not dst.is_symlink():
         return
-    if not overwrite:
-        raise CheckpointError(f"{str(dst)!r} exists already; say overwrite to replace it")
     if dst.is_symlink() or not is_native(dst):
-        raise CheckpointError(f"{str(dst)!r} is not a native checkpoint, so it is not replaced")
+        raise CheckpointError(
+            f"{str(dst)!r} exists already and is not a native checkpoint, so it is not replaced"
+        )
+    if not overwrite:
+        raise CheckpointError(f"{str(dst)!r} exists already; with overwrite it is replaced")
 
 
 @contextlib.contextmanager

@@ -36,6 +36,10 @@ __all__ = [  # noqa: F822  (loaded by __getattr__)
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -243,7 +243,10 @@ class MetricsServer:
         self._metrics = EngineMetrics(engine)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self._metrics)
-        self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        try:
+            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        except OSError as error:
+            raise OSError(f"cannot serve metrics at {host}:{port}: {error}") from error
         self.port: int = self._server.server_port
 
     def look(self) -> None:

@@ -41,6 +41,7 @@ def demo(
     """
     from pagedjax.demo import demo_model
 
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)  # before all that takes time
     with STDERR.status("looking for the demo model") as status:
         path = demo_model(status.update)
     if fetch_only:
@@ -50,7 +51,6 @@ def demo(
 
     # Few step sizes, since each is compiled the first time.
     llm = LLM(path, max_num_seqs=8, max_num_batched_tokens=256, bucket_growth=8, max_model_len=1024)
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
     console = Console()
     is_live = console.is_terminal

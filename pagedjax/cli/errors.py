@@ -14,6 +14,9 @@ FAILED = 1
 BAD_INPUT = 2
 INTERRUPTED = 130
 
+# A path of the user's that can not be read or written as it is, or names something else.
+_BAD_PATHS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+
 _P = ParamSpec("_P")
 
 
@@ -36,14 +39,21 @@ def reports_errors(command: Callable[_P, None]) -> Callable[_P, None]:
         except KeyboardInterrupt:
             complain("interrupted")
             raise typer.Exit(INTERRUPTED) from None
-        except (ValueError, NotImplementedError, FileNotFoundError, NotADirectoryError) as error:
-            complain(str(error))
+        except (ValueError, NotImplementedError, *_BAD_PATHS) as error:
+            complain(_text_of(error))
             raise typer.Exit(BAD_INPUT) from None
         except (OSError, RuntimeError, MemoryError, ImportError) as error:
-            complain(str(error) or type(error).__name__)
+            complain(_text_of(error))
             raise typer.Exit(FAILED) from None
 
     return wrapped
+
+
+def _text_of(error: Exception) -> str:
+    """What an error says; the system's own without their numbers."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{os.fspath(error.filename)}: {error.strerror}"
+    return str(error) or type(error).__name__
 
 
 def complain(message: str) -> None:

@@ -70,7 +70,8 @@ def metrics_url(address: str) -> str:
     url = address if "://" in address else f"http://{host}/metrics"
     try:
         # Looked at here: the system takes a port modulo 65536, and another engine may answer.
-        wrong = urlsplit(url).port == 0 or urlsplit(url).scheme not in ("http", "https")
+        parts = urlsplit(url)
+        wrong = parts.port == 0 or not parts.hostname or parts.scheme not in ("http", "https")
     except ValueError as error:
         raise ValueError(f"{url} is no address of metrics: {error}") from error
     if wrong:

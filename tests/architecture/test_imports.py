@@ -22,3 +22,9 @@ def test_a_module_loads_without_what_it_does_not_need(module, absent):
     code = f"import sys, {module}; print(*[m for m in {absent!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_the_package_lists_its_public_names_and_nothing_else():
+    import pagedjax
+
+    assert dir(pagedjax) == sorted(pagedjax.__all__)

@@ -149,6 +149,10 @@ def test_a_failed_request_makes_the_exit_code_1_and_the_others_are_answered(engi
         (["chat", "MODEL", "--min-p", "2"], "min_p must be"),
         (["info", "/absent/model"], "/absent/model"),
         (["convert", "/absent/model", "/absent/dst"], "/absent/model"),
+        (["generate", "/absent/model", "--file", "/usr"], "/usr: Is a directory"),
+        (["calibrate", "/absent/model", "--file", "/usr"], "/usr: Is a directory"),
+        (["demo", "--max-tokens", "0"], "max_tokens must be"),
+        (["top", ""], "wanted a port, HOST:PORT or URL"),
     ],
 )
 def test_bad_input_is_one_line_on_standard_error_and_exit_code_2(arguments, complaint):
@@ -178,6 +182,24 @@ def test_a_failing_engine_is_exit_code_1_without_a_traceback(engine):
     done = pagedjax("generate", "MODEL", "abc")
     assert done.exit_code == 1
     assert done.stderr == "error: device lost\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (PermissionError(13, "Permission denied", "p.txt"), 2, "p.txt: Permission denied"),
+        (OSError(28, "No space left on device", "out"), 1, "out: No space left on device"),
+        (OSError("cannot serve metrics"), 1, "cannot serve metrics"),
+        (MemoryError(), 1, "MemoryError"),
+    ],
+)
+def test_an_error_of_the_system_names_the_file_and_no_number(monkeypatch, error, code, said):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("convert.convert", fail)
+    done = pagedjax("convert", "SRC", "DST")
+    assert (done.exit_code, done.stderr) == (code, f"error: {said}\n")
 
 
 def test_a_missing_optional_package_is_exit_code_1_without_a_traceback(monkeypatch):
@@ -388,8 +410,13 @@ def test_convert_writes_a_checkpoint_once(tiny_hf, tmp_path):
     assert "parameters in" in first.stdout
     again = pagedjax("convert", str(tiny_hf), destination)
     assert again.exit_code == 2
-    assert again.stderr.startswith("error: ")
+    assert "exists already; with overwrite" in again.stderr
     assert pagedjax("convert", str(tiny_hf), destination, "--overwrite").exit_code == 0
+    twice = pagedjax("convert", destination, str(tmp_path / "twice"))
+    assert (twice.exit_code, "native checkpoint already" in twice.stderr) == (2, True)
+    for options in ((), ("--overwrite",)):
+        other = pagedjax("convert", str(tiny_hf), str(tmp_path), *options)
+        assert (other.exit_code, "not a native checkpoint" in other.stderr) == (2, True)
     assert pagedjax("convert", str(tiny_hf), destination, "--dtype", "int3").exit_code == 2
 
 

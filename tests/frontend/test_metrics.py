@@ -157,7 +157,7 @@ def test_engines_have_registries_of_their_own():
         assert first.port != second.port
         assert scrape(first.port).keys() == scrape(second.port).keys()
         assert not any(family.name.startswith(NAMESPACE) for family in REGISTRY.collect())
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match=f"cannot serve metrics at 127.0.0.1:{first.port}: "):
             MetricsServer(EchoEngine(), first.port)
     finally:
         first.close()
