@@ -26,7 +26,8 @@ class Column(enum.IntEnum):
     """Columns of the parts of a plan, int32.
 
     Those before `MERGE_SEQ` describe one part per row. The others list the contexts that several
-    parts share, in the first `min(parts, seqs)` rows, for a merge by a kernel of its own.
+    parts share, in the first `min(parts, seqs)` rows, for a merge by a kernel of its own
+    (`decode_merge`); the Mosaic kernel does not look at them.
     """
 
     PLACE = 0  # where the part begins: place of a sequence in the line
@@ -65,6 +66,20 @@ def plan_decode(seq_lens: Any, *, tile: int, parts: int, window: int | None = No
 
     A numpy array is planned on the host, in microseconds; a JAX array inside the traced program,
     where equal calls of several layers are computed once.
+
+    Two contexts of 2 and 5 tiles, and a sequence that pads, in three parts:
+
+    >>> plan = plan_decode(np.array([100, 0, 300], np.int32), tile=64, parts=3)
+    >>> plan.line.tolist()  # sequence and length; the one without a context at the end
+    [[0, 100], [2, 300], [1, 0]]
+    >>> plan.parts[:, BEGIN].tolist()  # place in the line, sequence and length there, tile
+    [[0, 0, 100, 0], [1, 2, 300, 1], [1, 2, 300, 3]]
+    >>> plan.parts[:, [Column.TILES, Column.SEGMENTS]].tolist()  # part 0 goes on to sequence 2
+    [[3, 2], [2, 1], [2, 1]]
+    >>> plan.parts[:, [Column.FIRST_PART, Column.LATER_PARTS]].tolist()  # which lies in all three
+    [[0, 2], [0, 0], [0, 0]]
+    >>> plan.parts[:, [Column.EMPTY_PLACE, Column.EMPTIES]].tolist()  # part 2 zeroes sequence 1
+    [[2, 0], [2, 0], [2, 1]]
 
     Args:
         seq_lens: int32 `[seqs]`; 0 for a padding row.

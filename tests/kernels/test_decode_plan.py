@@ -1,11 +1,19 @@
 """The division of decode work among thread blocks."""
 
+import doctest
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import decode_plan
 from pallas_kernels.decode_plan import Column, plan_decode, visible_tiles
+
+
+def test_the_example_of_a_plan_is_right():
+    tested = doctest.testmod(decode_plan)
+    assert tested.attempted > 0 and tested.failed == 0
 
 
 def walk(lens, plan, tile, window):
