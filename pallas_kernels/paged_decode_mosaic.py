@@ -207,25 +207,25 @@ def _build(
     return plgpu.kernel(
         body,
         out_type=[
-            jax.ShapeDtypeStruct((rows, problem.head_dim), dtype),
-            jax.ShapeDtypeStruct((rows,), jnp.float32),
-            jax.ShapeDtypeStruct(piece, jnp.float32),
-            jax.ShapeDtypeStruct(per_column, jnp.float32),
-            jax.ShapeDtypeStruct(per_column, jnp.float32),
+            jax.ShapeDtypeStruct((rows, problem.head_dim), dtype),  # out
+            jax.ShapeDtypeStruct((rows,), jnp.float32),  # lse
+            jax.ShapeDtypeStruct(piece, jnp.float32),  # of a context that is shared: acc,
+            jax.ShapeDtypeStruct(per_column, jnp.float32),  # peak
+            jax.ShapeDtypeStruct(per_column, jnp.float32),  # and total
         ],
         scratch_types=[
-            plgpu.SMEM((columns, problem.head_dim), compute, transforms=tiled),
-            plgpu.SMEM(tile_shape, kv_dtype, transforms=kv_tiled),
-            plgpu.SMEM(tile_shape, kv_dtype, transforms=kv_tiled),
-            plgpu.SMEM((columns, problem.tile), compute, transforms=tiled),
-            plgpu.SMEM((columns, problem.head_dim), dtype),
-            plgpu.SMEM((columns,), jnp.float32),
-            plgpu.SMEM((1,), jnp.int32),
-            plgpu.Barrier(),
-            plgpu.Barrier(num_arrivals=problem.copies, num_barriers=problem.stages),
-            plgpu.Barrier(num_arrivals=problem.copies, num_barriers=problem.stages),
-            plgpu.Barrier(num_barriers=problem.stages),
-            plgpu.Barrier(num_barriers=problem.stages),
+            plgpu.SMEM((columns, problem.head_dim), compute, transforms=tiled),  # q
+            plgpu.SMEM(tile_shape, kv_dtype, transforms=kv_tiled),  # k, a slot for each stage
+            plgpu.SMEM(tile_shape, kv_dtype, transforms=kv_tiled),  # v
+            plgpu.SMEM((columns, problem.tile), compute, transforms=tiled),  # p, the weights
+            plgpu.SMEM((columns, problem.head_dim), dtype),  # o, on its way to out
+            plgpu.SMEM((columns,), jnp.float32),  # lse_row
+            plgpu.SMEM((1,), jnp.int32),  # flag, of `arrive`
+            plgpu.Barrier(),  # q is there
+            plgpu.Barrier(num_arrivals=problem.copies, num_barriers=problem.stages),  # k is there
+            plgpu.Barrier(num_arrivals=problem.copies, num_barriers=problem.stages),  # v is there
+            plgpu.Barrier(num_barriers=problem.stages),  # k has been used: its slot is free
+            plgpu.Barrier(num_barriers=problem.stages),  # v has been used
         ],
         grid=(parts, problem.kv_heads),  # the last axis runs fastest
         grid_names=("part", "head"),

@@ -201,12 +201,13 @@ class Scheduler:
             raise RuntimeError(f"{MAX_PLANS_IN_FLIGHT} plans are in flight: update one first")
         step = StepBuilder(self.config)
         running = self._queues.running
-        preempted = self._make_way()
-        preempted += self._schedule_running(step)
-        if preempted:
+        preempted = self._make_way()  # for requests of a higher priority
+        preempted += self._schedule_running(step)  # a token each, or more of their prompts
+        if preempted:  # there is no room for anybody else
             self._share_out(step)
         else:
             self._admit_waiting(step)
+            # Beams that wait for each other hold blocks and are in no step: they give way.
             while step.is_empty and running and not self._in_flight and self._wanting():
                 preempted.append(self._preempt_last())
                 self._admit_waiting(step)
@@ -317,6 +318,7 @@ class Scheduler:
         preempted: list[Sequence] = []
         running = self._queues.running
         index = 0
+        # Those that only decode are planned in one go, up to one that does not, or has no room.
         while (index := step.add_decodes(running, index, self.blocks)) < len(running):
             seq = running[index]
             if seq.held or (self._deadlines is not None and is_chunk(seq)):
