@@ -211,7 +211,7 @@ class AsyncLLM:
             params: as `LoadedModel.params`: the same names, shapes and dtypes, on the same device.
 
         Raises:
-            ValueError: a name, shape, dtype or device differs; nothing has changed.
+            ValueError: as there; nothing has changed.
             EngineStopped: the engine was closed, or failed.
         """
         await asyncio.wrap_future(self._submit(lambda: self._engine.swap_params(params)))

@@ -310,7 +310,8 @@ class Engine:
             params: as `LoadedModel.params`: the same names, shapes and dtypes, on the same device.
 
         Raises:
-            ValueError: a name, shape, dtype or device differs; nothing has changed.
+            ValueError: a name, shape, dtype, device or memory differs, or an array was deleted;
+                nothing has changed.
         """
         self._runner.swap_params(params)
         self._scheduler.reset_prefix_cache()

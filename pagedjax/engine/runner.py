@@ -138,7 +138,8 @@ class ModelRunner:
         """Launch the following steps with other arrays.
 
         Raises:
-            ValueError: a name, shape, dtype or device differs from the present ones.
+            ValueError: a name, shape, dtype, device or memory differs from the present ones, or an
+                array has been deleted, as by a donation.
         """
         if not isinstance(params, Mapping):
             raise ValueError(f"parameters are arrays by name, got {type(params).__name__}")
@@ -396,7 +397,11 @@ def _described(array: Any) -> tuple[Any, ...] | None:
     """What a compiled step demands of a parameter; None for one that is not there."""
     if array is None:
         return None
-    if not hasattr(array, "dtype"):
+    if not (hasattr(array, "dtype") and hasattr(array, "shape")):
         return type(array).__name__, "no array"
-    devices = sorted(map(str, array.devices())) if isinstance(array, jax.Array) else "not on one"
-    return array.shape, str(array.dtype), devices
+    place: Any = "not on a device"
+    if isinstance(array, jax.Array):
+        place = "deleted"
+        if not array.is_deleted():
+            place = sorted(map(str, array.devices())), array.sharding.memory_kind
+    return array.shape, str(array.dtype), place

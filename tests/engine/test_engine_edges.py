@@ -157,7 +157,29 @@ def test_everything_runs_on_the_device_that_holds_the_parameters():
     assert {device for array in engine._runner._pool for device in array.devices()} == {second}
 
 
-@pytest.mark.parametrize("place", [lambda x: jax.device_put(x, jax.devices()[1]), np.asarray])
+def in_host_memory(array):
+    (device,) = array.devices()
+    host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    return jax.device_put(array, host)
+
+
+def deleted(array):
+    """What a trainer's step leaves of parameters that are donated to it."""
+    copy = jnp.array(array, copy=True)
+    copy.delete()
+    return copy
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda x: jax.device_put(x, jax.devices()[1]),
+        np.asarray,
+        in_host_memory,
+        deleted,
+        lambda _: jnp.float32,
+    ],
+)
 def test_parameters_in_another_place_are_refused_and_the_engine_goes_on(place):
     """Otherwise the next step would fail, and take every request with it."""
     engine = tiny_engine()
