@@ -47,13 +47,13 @@ def save_snapshot(engine: Engine, path: str | Path) -> None:
 
     Args:
         engine: between two steps.
-        path: to be created; an earlier snapshot there is replaced.
+        path: to be created; an earlier snapshot there is replaced. Of a link, what it points to.
 
     Raises:
         ValueError: there is something else.
         OSError: it can not be written, or not be moved to its place; an earlier snapshot stays.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))
     if path.exists():
         _check_is_snapshot(path)
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
@@ -169,6 +169,7 @@ def _move_into_place(draft: Path, path: Path) -> None:
     old = path.with_name(f".{path.name}.{os.getpid()}.old")
     try:
         if path.exists():
+            shutil.rmtree(old, ignore_errors=True)  # of a process with this id that was killed
             path.rename(old)
         draft.rename(path)
     finally:
