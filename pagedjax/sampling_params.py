@@ -188,7 +188,8 @@ class BeamSearchParams:
         store(self, "beam_width", _integer("beam_width", self.beam_width, 1, MAX_COMPLETIONS))
         store(self, "max_tokens", _integer("max_tokens", self.max_tokens, 1, _MAX_INT32))
         store(self, "length_penalty", _number("length_penalty", self.length_penalty, -5, 5))
-        if self.early_stopping not in (True, False, "never"):
+        # Not by `in`: 1 is equal to True, but a search asks which it is.
+        if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
             raise ValueError(
                 f"early_stopping must be True, False or 'never', got {self.early_stopping!r}"
             )

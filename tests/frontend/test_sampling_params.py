@@ -9,7 +9,7 @@ import pytest
 
 from pagedjax import sampling_params
 from pagedjax.models.generation import GenerationDefaults
-from pagedjax.sampling_params import SamplingParams
+from pagedjax.sampling_params import BeamSearchParams, SamplingParams
 
 NAN, INF = math.nan, math.inf
 
@@ -43,6 +43,13 @@ REFUSED = {
 def test_impossible_values_are_refused_by_an_error_that_names_the_field(field, value):
     with pytest.raises(ValueError, match=rf"\b{field}\b.*got"):
         SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize("value", [1, 0, 1.0, np.True_, "Never", None])
+def test_a_search_stops_early_by_true_false_or_never_and_nothing_equal_to_them(value):
+    """1 was taken, and then searched as False does."""
+    with pytest.raises(ValueError, match="early_stopping must be"):
+        BeamSearchParams(beam_width=2, early_stopping=value)
 
 
 def test_every_field_has_refused_values():
