@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -286,8 +286,10 @@ class LLM:
     ) -> list[Asked]:
         if params is None or isinstance(params, SamplingParams):
             each: Sequence[SamplingParams | None] = [params] * len(prompts)
-        else:
+        elif isinstance(params, Sized):
             each = params
+        else:
+            raise ValueError(f"wanted SamplingParams, got {type(params).__name__}")
         if len(each) != len(prompts):
             raise ValueError(f"got {len(each)} sampling params for {len(prompts)} prompts")
         return [

@@ -5,7 +5,7 @@ import pytest
 
 from pagedjax.frontend import prompt_list
 from pagedjax.llm import LLM
-from pagedjax.sampling_params import SamplingParams
+from pagedjax.sampling_params import BeamSearchParams, SamplingParams
 from tests.support.echo_engine import EchoEngine
 
 
@@ -91,6 +91,9 @@ def test_params_must_match_the_prompts(llm):
         llm.generate(["a", "b"], [SamplingParams()], progress=False)
     with pytest.raises(ValueError, match="wanted SamplingParams, got dict"):
         llm.generate(["a"], [{"temperature": 0}], progress=False)
+    for wrong in (BeamSearchParams(beam_width=2), 5, iter([SamplingParams()])):
+        with pytest.raises(ValueError, match=f"wanted SamplingParams, got {type(wrong).__name__}"):
+            llm.generate(["a"], wrong, progress=False)
 
 
 def test_priorities_are_handed_on_and_must_match_the_prompts(llm):
