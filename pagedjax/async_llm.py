@@ -362,6 +362,8 @@ class AsyncLLM:
 
     def _restore(self, path: Path, loop: asyncio.AbstractEventLoop) -> list[_Stream]:
         """Restore a snapshot; the streams of its requests, which hold what was said before."""
+        if self._engine.has_unfinished():  # perhaps only the last words of those whose readers left
+            self._deliver(self._engine.step())
         with self._lock:
             if self._streams:
                 raise ValueError(

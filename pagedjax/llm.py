@@ -243,6 +243,8 @@ class LLM:
         Raises:
             ValueError: the snapshot is of another model or damaged, or requests are running here.
         """
+        if self.engine.has_unfinished():  # perhaps only the last words of what was closed early
+            self._step()
         before = self.engine.restore(path)
         named = [int(one.request_id) for one in before if one.request_id.isdecimal()]
         first = max([int(next(self._request_ids)), *(number + 1 for number in named)])
@@ -251,7 +253,9 @@ class LLM:
         inbox: deque[RequestOutput] = deque()
         live = {output.request_id: index for index, output in enumerate(before)}
         self._inboxes |= dict.fromkeys(live, inbox)
-        return self._restored(before, live, inbox)
+        deltas = self._restored(before, live, inbox)
+        next(deltas)  # what has not begun is not told that it is closed
+        return deltas
 
     def resize_pool(self, num_blocks: int) -> None:
         """Give the KV pool another size; requests and as much of the cache as fits stay.
@@ -321,9 +325,10 @@ class LLM:
 
     def _restored(
         self, before: list[RequestOutput], live: dict[str, int], inbox: deque[RequestOutput]
-    ) -> Deltas:
-        """What restored requests had said before, then what they go on to say."""
+    ) -> Generator[Any, None, None]:
+        """Once begun, what restored requests had said before, then what they go on to say."""
         try:
+            yield None
             yield from enumerate(before)
             yield from self._follow(live, inbox)
         finally:

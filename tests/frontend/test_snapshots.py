@@ -60,15 +60,42 @@ def test_others_may_run_before_a_restored_stream_begins(tmp_path):
     assert [output.outputs[0].token_ids for output in joined] == wanted()
 
 
-def test_a_restored_stream_that_is_closed_early_aborts_its_requests(tmp_path):
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_restored_stream_that_is_closed_early_aborts_its_requests(tmp_path, has_begun):
     save_stream(tmp_path / "s", 1)
     other = LLM.from_engine(tiny_engine())
     restored = other.restore(tmp_path / "s")
-    next(restored)
+    if has_begun:
+        next(restored)
     restored.close()
+    assert not other._inboxes
     assert other.generate([PROMPTS[1]], PARAMS, progress=False)[0].finished
     assert not other.engine.has_unfinished()
     assert other.engine.stats().blocks_used == 0
+
+
+def test_a_snapshot_is_restored_at_once_behind_a_stream_that_was_closed_early(tmp_path):
+    """Though the engine has its last words still to say, which nobody waits for."""
+    save_stream(tmp_path / "s", 9)
+    other = LLM.from_engine(tiny_engine())
+    stream = other.stream(PROMPTS, PARAMS)
+    next(stream)
+    with pytest.raises(ValueError, match="idle engine"):
+        other.restore(tmp_path / "s")
+    stream.close()
+    assert len({index for index, _ in other.restore(tmp_path / "s")}) == 2
+
+    async def run():
+        async with AsyncLLM.from_engine(tiny_engine()) as llm:
+            stream = llm.generate(PROMPTS[0], PARAMS)
+            await anext(stream)
+            with pytest.raises(ValueError, match="idle engine"):
+                await llm.restore(tmp_path / "s")
+            await stream.aclose()
+            streams = await llm.restore(tmp_path / "s")
+            return [[delta async for delta in one][-1].finished for one in streams.values()]
+
+    assert asyncio.run(run()) == [True, True]
 
 
 def test_streams_go_on_in_an_async_engine(tmp_path):
