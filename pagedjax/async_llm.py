@@ -289,7 +289,11 @@ class AsyncLLM:
                 self._submit(lambda: self._drop(stream))
 
     def _register(self, request_id: str | None) -> _Stream:
+        if request_id is not None:
+            check_request_id(request_id)
         with self._lock:
+            if self._stop_error is not None:
+                raise _again(self._stop_error)
             name = request_id
             while name is None or (request_id is None and name in self._streams):
                 self._num_named += 1

@@ -265,6 +265,7 @@ def test_arguments_of_a_wrong_type_are_refused_and_harm_no_running_request():
                 lambda: llm.swap_params(None),
                 lambda: llm.swap_params(dict.fromkeys(params, "weights")),
                 lambda: anext(llm.generate(PROMPTS[1], PARAMS, request_id=7)),
+                lambda: anext(llm.generate(PROMPTS[1], PARAMS, request_id=["7"])),
             ):
                 with pytest.raises(ValueError, match="got"):
                     await refused()
