@@ -19,6 +19,7 @@ import numpy as np
 
 from pagedjax.engine.kv_pool import KVPool, check_memory, free_device_bytes
 from pagedjax.engine.kv_scales import calibrate, scales_for
+from pagedjax.engine.request_checks import checked_tokens
 from pagedjax.engine.requests import LiveRequest
 from pagedjax.engine.scheduler_options import scheduler_config
 from pagedjax.outputs import RequestOutput
@@ -156,14 +157,18 @@ def recalibrate(engine: Engine, sequences: Sequence[Sequence[int]]) -> None:
         sequences: token ids, typical of what will be served.
 
     Raises:
-        ValueError: the cache is not compressed, requests are being served, or there is no token.
+        ValueError: the cache is not compressed, requests are being served, there is no token, or
+            something else than token ids.
     """
     spec, kind = engine.kv_spec, engine.config.kv_cache_dtype
     if not spec.is_compressed:
         raise ValueError(f"calibration is for kv_cache_dtype fp8 and int8, got {kind}")
     if engine._live:
         raise ValueError(f"calibration needs an idle engine, got {len(engine._live)} requests")
-    params = engine._runner.params
+    params, vocab = engine._runner.params, engine.arch.vocab
+    for sequence in sequences:
+        if len(sequence):  # an empty one is none; an id beyond the vocabulary would be another
+            checked_tokens(sequence, vocab)
     measured = calibrate(engine.arch, params, sequences, max_len=engine.max_model_len)
     scales = scales_for(measured, spec.dtype, with_keys=spec.key_dtype is None)
     engine._runner.set_kv_scales(scales)

@@ -20,6 +20,30 @@ def check_request_id(request_id: str) -> None:
         raise ValueError(f"a request id is a string, got {request_id!r}")
 
 
+def checked_tokens(token_ids: Sequence[int], vocab: int) -> np.ndarray:
+    """A prompt as a flat array of integers, of at least one.
+
+    Args:
+        token_ids: what the model is to read.
+        vocab: token ids are below.
+
+    Raises:
+        ValueError: it is empty, or holds something else than token ids.
+    """
+    ids = np.asarray(token_ids)
+    if ids.ndim != 1:
+        raise ValueError(f"a prompt is a flat list of token ids, got shape {ids.shape}")
+    if not ids.size:
+        raise ValueError("the prompt is empty; at least one token is needed")
+    wanted = f"token ids must be integers in 0 .. {vocab - 1}"
+    if ids.dtype.kind not in "iu":  # an id beyond 64 bits makes an array of objects
+        raise ValueError(f"{wanted}, got {ids.dtype}")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab:
+        raise ValueError(f"{wanted}, got {low if low < 0 else high}")
+    return ids
+
+
 def checked_request(
     prompt_token_ids: Sequence[int],
     params: SamplingParams,
@@ -44,17 +68,7 @@ def checked_request(
     """
     if not isinstance(priority, numbers.Integral) or isinstance(priority, bool):
         raise ValueError(f"a priority must be an integer, got {priority!r}")
-    ids = np.asarray(prompt_token_ids)
-    if ids.ndim != 1:
-        raise ValueError(f"a prompt is a flat list of token ids, got shape {ids.shape}")
-    if not ids.size:
-        raise ValueError("the prompt is empty; at least one token is needed")
-    wanted = f"token ids must be integers in 0 .. {vocab - 1}"
-    if ids.dtype.kind not in "iu":  # an id beyond 64 bits makes an array of objects
-        raise ValueError(f"{wanted}, got {ids.dtype}")
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocab:
-        raise ValueError(f"{wanted}, got {low if low < 0 else high}")
+    ids = checked_tokens(prompt_token_ids, vocab)
     for name in ("logprobs", "prompt_logprobs"):
         wanted = getattr(params, name)
         if wanted is not None and wanted > max_logprobs:

@@ -293,6 +293,11 @@ def test_calibration_is_refused_where_it_cannot_be():
     with pytest.raises(ValueError, match="fp8 and int8, got auto"):
         tiny_engine().calibrate_kv([[1, 2]])
     engine = tiny_engine(kv_cache_dtype="fp8")
+    before = engine._runner.kv_scales
+    for bad in (128, -1, 2**40, 2**70, 1.5):
+        with pytest.raises(ValueError, match=r"token ids must be integers in 0 \.\. 127, got"):
+            engine.calibrate_kv([[], [5, bad]])
+    assert engine._runner.kv_scales is before
     engine.add_request("a", None, [1, 2, 3], SCORED)
     with pytest.raises(ValueError, match="idle engine, got 1 request"):
         engine.calibrate_kv([[1, 2]])
