@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 MAX_PORT = 65535
+_BYTES = (bytes, bytearray, memoryview)  # sequences of integers, but no token ids
 
 
 def start_engine(model: str | Path, *, progress: bool, **options: Any) -> Engine:
@@ -124,7 +125,7 @@ class Frontend:
                 raise ValueError("this checkpoint has no tokenizer; give the prompt as token ids")
             return prompt, self.tokenizer.encode(prompt)
         items = _as_list(prompt)
-        is_list = isinstance(items, Sequence) and not isinstance(items, bytes)
+        is_list = isinstance(items, Sequence) and not isinstance(items, _BYTES)
         if not is_list or not all(map(_is_integer, items)):
             raise ValueError(f"a prompt is text or a list of token ids, got {_brief(prompt)}")
         return None, [int(item) for item in items]
@@ -175,7 +176,7 @@ def prompt_list(prompts: Any) -> list[Any]:
     prompts = _as_list(prompts)
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, _BYTES):
         raise ValueError(f"prompts are text, token ids, or a list of them; got {_brief(prompts)}")
     if prompts and all(map(_is_integer, prompts)):
         return [prompts]
@@ -216,7 +217,8 @@ def _show(bar: Any, done: int, total: int) -> None:
 
 def _as_list(items: Any) -> Any:
     """Arrays of numpy and JAX as nested lists; everything else as it is."""
-    return items.tolist() if hasattr(items, "tolist") else items
+    is_array = hasattr(items, "tolist") and not isinstance(items, memoryview)
+    return items.tolist() if is_array else items
 
 
 def _is_integer(item: object) -> bool:

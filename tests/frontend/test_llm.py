@@ -58,13 +58,16 @@ def test_no_prompts_give_no_results(llm):
     assert llm.generate([], progress=False) == []
 
 
-@pytest.mark.parametrize("prompts", [None, 5, b"bytes", {"prompt": "x"}, {1, 2}])
+BYTES = [b"bytes", bytearray(b"bytes"), memoryview(b"bytes")]
+
+
+@pytest.mark.parametrize("prompts", [None, 5, *BYTES, {"prompt": "x"}, {1, 2}])
 def test_what_is_no_prompt_at_all_is_refused(llm, prompts):
     with pytest.raises(ValueError, match="prompts are text"):
         llm.generate(prompts, progress=False)
 
 
-BAD = ["", [], "x" * 64, "x" * 640, [1.5], [True], None, "half \ud83d", ["a", 1]]
+BAD = ["", [], "x" * 64, "x" * 640, [1.5], [True], None, "half \ud83d", ["a", 1], *BYTES[:2]]
 
 
 @pytest.mark.parametrize("bad", BAD, ids=repr)
