@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagedjax.engine.request_checks import check_request_id
-from pagedjax.frontend import Frontend, Prompt, check_port, serve_metrics, start_engine
+from pagedjax.frontend import Frontend, Prompt, check_port, resize_pool, serve_metrics, start_engine
 from pagedjax.heap import settled_heap
 from pagedjax.outputs import RequestOutput
 from pagedjax.sampling_params import BeamSearchParams, SamplingParams
@@ -224,7 +224,8 @@ class AsyncLLM:
                 is not so much memory; everything goes on as before.
             EngineStopped: the engine was closed, or failed.
         """
-        await asyncio.wrap_future(self._submit(lambda: self._engine.resize_pool(num_blocks)))
+        resize = partial(resize_pool, self._engine, self.metrics, num_blocks)
+        await asyncio.wrap_future(self._submit(resize))
 
     async def snapshot(self, path: str | Path) -> None:
         """Write the prefix cache and the running requests to a directory; see `LLM.snapshot`.

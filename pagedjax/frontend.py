@@ -76,6 +76,13 @@ def serve_metrics(engine: Engine, port: int | None, host: str) -> MetricsServer 
     return MetricsServer(engine, port, host)
 
 
+def resize_pool(engine: Engine, metrics: MetricsServer | None, num_blocks: int) -> None:
+    """`Engine.resize_pool`, seen by the metrics at once: an idle engine takes no step for them."""
+    engine.resize_pool(num_blocks)
+    if metrics is not None:
+        metrics.look()
+
+
 def weights_dtype(dtype: str) -> str | None:
     """What to load weights as; None is what the checkpoint stores.
 

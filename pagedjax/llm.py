@@ -19,6 +19,7 @@ from pagedjax.frontend import (
     conversation_list,
     priority_list,
     prompt_list,
+    resize_pool,
     serve_metrics,
     start_engine,
 )
@@ -260,8 +261,8 @@ class LLM:
     def resize_pool(self, num_blocks: int) -> None:
         """Give the KV pool another size; requests and as much of the cache as fits stay.
 
-        Between two deltas of `stream` too. Steps are compiled anew if `warm_up` was on, and host
-        memory below the pool is emptied. Ctrl-C waits for the end of it.
+        Between two deltas of `stream` too. Steps are compiled anew if `warm_up` was on, host memory
+        below the pool is emptied, and counters of the pool begin at 0. Ctrl-C waits for the end.
 
         Args:
             num_blocks: blocks of the pool, the null block included.
@@ -271,7 +272,7 @@ class LLM:
                 is not so much memory; everything goes on as before.
         """
         with _interrupt_held_back():
-            self.engine.resize_pool(num_blocks)
+            resize_pool(self.engine, self.metrics, num_blocks)
 
     def calibrate_kv(self, prompts: Prompt | Sequence[Prompt]) -> None:
         """Choose the scales of a compressed KV cache by prompts of your own; empties the cache.

@@ -166,6 +166,25 @@ def test_engines_have_registries_of_their_own():
         scrape(first.port)
 
 
+def test_a_pool_of_another_size_is_seen_before_the_next_step():
+    def blocks(port):
+        samples = scrape(port)
+        return sum(samples["kv_blocks", state] for state in ("used", "cached", "blank"))
+
+    llm = LLM.from_engine(tiny_engine(num_blocks=12), metrics_port=0)
+    assert blocks(llm.metrics.port) == 11
+    llm.resize_pool(20)
+    assert blocks(llm.metrics.port) == llm.engine.stats().blocks_total == 19
+    llm.close()
+
+    async def run():
+        async with AsyncLLM.from_engine(tiny_engine(num_blocks=12), metrics_port=0) as served:
+            await served.resize_pool(30)
+            return blocks(served.metrics.port)
+
+    assert asyncio.run(run()) == 29
+
+
 def test_an_async_engine_serves_metrics_until_it_is_closed():
     async def run():
         async with AsyncLLM.from_engine(EchoEngine(), metrics_port=0) as llm:
