@@ -30,7 +30,7 @@ from benchmarks.kernel_timing import L2_BYTES, median_seconds
 from benchmarks.record import record
 from benchmarks.shapes import SHAPES
 from pagedjax.engine.compiler_options import compiler_options, left_to_library
-from pagedjax.layers.linear import MANY_TOKENS, multiply, num_pieces
+from pagedjax.layers.linear import multiply, num_pieces, product_dtype
 from pagedjax.models.arch import ArchConfig
 
 COMPILE_THREADS = 8
@@ -92,10 +92,10 @@ def ways(product: Product, pieces: list[int]) -> Iterator[Way]:
 def compiled(product: Product, rows: int, way: Way, dtype: jnp.dtype, copies: int) -> Any:
     """All copies of a product, one after another, and what they are computed from.
 
-    Whole products of the library are rounded as those of many rows are, all others are float32.
+    Whole products of the library are rounded as a step's are, all others are float32.
     """
-    own_dtype = way.library and way.pieces == 1 and rows >= MANY_TOKENS
-    out_dtype = dtype if own_dtype else jnp.dtype(jnp.float32)
+    as_in_a_step = way.library and way.pieces == 1
+    out_dtype = product_dtype(rows, dtype) if as_in_a_step else jnp.dtype(jnp.float32)
 
     # Each has activations of its own: XLA would make one product of those that share them.
     def run(xs: list[jax.Array], weights: list[jax.Array]) -> list[jax.Array]:
