@@ -147,8 +147,9 @@ def serving_label(line: Line) -> str:
 
 def serving_table(lines: Lines) -> str:
     """Latencies under load."""
-    rows = []
+    rows, bounds = [], set()
     for line in of_bench(lines, "serving"):
+        bounds.add(f"{line['ttft_bound_ms']:.0f} and {line['itl_bound_ms']:.0f} ms")
         load = "" if line["load"] is None else f" ({100 * line['load']:.0f} %)"
         cells = [
             " / ".join(number(line[f"{name}_p{p}_ms"]) for p in (50, 90, 99))
@@ -164,8 +165,8 @@ def serving_table(lines: Lines) -> str:
         "requests/s (share of saturation), then p50 / p90 / p99 in ms of the time to the first "
         "token, the interval between tokens and the whole request. Goodput: requests/s, over all "
         "the time until the last one ended, whose first token and 99th percentile of intervals "
-        "were within 200 and 40 ms, and their share of the requests. Engines with other options "
-        "reach another saturation, and so another rate."
+        f"were within {' or '.join(sorted(bounds))}, and their share of the requests. Engines with "
+        "other options reach another saturation, and so another rate."
     )
     head = ["shape, dtype, load", "rate", "TTFT", "ITL", "whole", "goodput"]
     return table(note, head, rows)

@@ -35,7 +35,7 @@ TORCH_STEP = {"bench": "torch_step", "case": STEP["case"], "step_us": 6000.0, **
 SERVING = {
     "bench": "serving", "case": "llama3.1-8b bfloat16 conv", "arrivals": "trace", "load": 0.8,
     "rate_per_s": 21.37, "goodput_per_s": 20.1, "good_share": 0.97, "max_num_seqs": 256,
-    "max_num_batched_tokens": 1024,
+    "max_num_batched_tokens": 1024, "ttft_bound_ms": 200.0, "itl_bound_ms": 40.0,
     **{f"{n}_p{p}_ms": p + 0.123 for n in ("ttft", "itl", "e2e") for p in (50, 90, 99)}, **H200,
 }  # fmt: skip
 SHARED_PROMPT = {
@@ -123,6 +123,14 @@ def test_a_step_stands_beside_pytorch_and_the_floor(tmp_path):
     cells = row(compare.step_table(lines_of(tmp_path, STEP, TORCH_STEP)), "llama3.1-8b")
     assert cells[1:] == ["5.00", "5.10", "4.50", "1.11", "6.00", "1.20"]
     assert row(compare.step_table(lines_of(tmp_path, STEP)), "llama3.1-8b")[5:] == ["–", "–"]
+
+
+def test_the_bounds_of_goodput_are_those_of_the_lines(tmp_path):
+    other = SERVING | {"case": "llama3.1-8b bfloat16 code", "ttft_bound_ms": 500.0}
+    text = " ".join(compare.serving_table(lines_of(tmp_path, SERVING)).split())
+    assert "within 200 and 40 ms, and" in text
+    text = " ".join(compare.serving_table(lines_of(tmp_path, SERVING, other)).split())
+    assert "within 200 and 40 ms or 500 and 40 ms, and" in text
 
 
 def test_a_step_without_cuda_graphs_stands_beside_the_one_with_them(tmp_path):
